@@ -5,14 +5,14 @@
 #                       variable tools/torch_index.py chooses, and says what
 #   PORT=3000           where `make serve` listens
 #   MODEL=NAME          what `make serve` serves: smollm2, a folder, a GGUF file or a hub name; the demo model when empty
-#   SUITE="long fuzz"   what `make test-all` runs: long, ecosystem, cluster, fuzz, or several of them
+#   SUITE="long fuzz"   what `make test-all` runs: long, ecosystem, cluster, fuzz, sanitized, compiled, or several of them
 #   WORKERS=2           processes that tests are run in
 #   ARGS="--flag ..."   more flags for the launcher, pytest or the benchmark
 
 PYTHON ?= python3
 PORT ?= 3000
 MODEL ?=
-SUITE ?= long ecosystem cluster fuzz
+SUITE ?= long ecosystem cluster fuzz sanitized compiled
 WORKERS ?= 2
 ARGS ?=
 
@@ -20,10 +20,13 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PROTO := proto/millrace_proto/generate.proto
 GENERATED := proto/millrace_proto/generate_pb2.py
-SUITES := long ecosystem cluster fuzz
+SUITES := long ecosystem cluster fuzz sanitized compiled
 # A file's tests stay in one process, for the servers that they share. Ids of parameters have to be the same in each.
 # In the order of collection the few slow tests of whole servers come early, and leave no process alone at the end.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The only ones with tests that are marked so: to collect all others takes longer than to run some of these.
+LONG_FOLDERS := $(addprefix tests/,bench/test_adapters.py demo e2e launcher/supervision \
+	$(addprefix shard/,adapters invariance kernels/cuda model_runner models structured_output))
 WITH_INDEX := PIP_EXTRA_INDEX_URL="$$($(BIN)/python tools/torch_index.py)"
 PIP_INSTALL := $(WITH_INDEX) $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -40,7 +43,7 @@ help:
 	@echo "make check        lint, format, types, import contracts"
 	@echo "make format       rewrite the sources in house style"
 	@echo "make test         the tests that need only Python"
-	@echo "make test-all     the other tests; SUITE= picks some: long, ecosystem, cluster, fuzz"
+	@echo "make test-all     the other tests; SUITE= picks some: long, ecosystem, cluster, fuzz, sanitized, compiled"
 	@echo "make bench        all cases and load levels beside the installed peers, to bench/out"
 	@echo "make bench-quick  whether our engine became slower; three minutes"
 	@echo "make bench-gpu    a first hour on a GPU: checks and speed in ten minutes; without one, in an interpreter"
@@ -55,9 +58,11 @@ $(BIN)/python:
 	% (sys.executable, *v))'
 	$(PYTHON) -m venv --clear .venv
 
-$(INSTALLED): pyproject.toml constraints.txt proto/compile.py | $(BIN)/python
-	@echo "Installing Millrace into .venv: a few minutes the first time"
-	@test -t 1 || quiet=--quiet; $(PIP_INSTALL) $$quiet -e '.[dev]'
+# With torch in place, the build hook compiles the CPU kernels for this machine, and needs no torch of its own.
+$(INSTALLED): pyproject.toml constraints.txt proto/compile.py package/build_hook.py shard/compile_kernels.py | $(BIN)/python
+	@echo "Installing Millrace into .venv, and compiling its kernels: a few minutes the first time"
+	@$(PIP_INSTALL) --quiet torch
+	@$(PIP_INSTALL) --quiet -e '.[dev]'
 	@touch $@
 
 $(GENERATED): $(PROTO) proto/compile.py | $(INSTALLED)
@@ -87,14 +92,20 @@ test-all: $(SUITE:%=suite-%)
 suite-%:
 	$(error SUITE=$* is not a suite: use $(SUITES))
 
-# The folders that have such tests: to collect all others takes longer than to run some of these.
 suite-long: install
-	$(PYTEST) -m long tests/bench/test_adapters.py tests/e2e tests/shard/kernels/cuda $(ARGS)
+	$(PYTEST) -m long $(LONG_FOLDERS) $(ARGS)
+
+suite-sanitized: install
+	$(PYTEST) -m long tests/shard/kernels/cpu/test_sanitizers.py $(ARGS)
+
+suite-compiled: install
+	MILLRACE_TEST_CAPABILITIES="80 86 89 90 100 120" $(PYTEST) -m ecosystem \
+	tests/shard/kernels/cuda/test_cuda_compilation.py $(ARGS)
 
 suite-ecosystem: install
-	export $(WITH_INDEX); $(BIN)/python -m tests.ecosystem.prepare && \
-	$(PYTEST) -m ecosystem tests/ecosystem tests/shard/kernels/cuda $(ARGS)
-	$(PYTEST) tests/shard/kernels --ignore=tests/shard/kernels/cuda $(ARGS)
+	export $(WITH_INDEX); compiler="$$(command -v g++)"; $(BIN)/python -m tests.ecosystem.prepare && \
+	$(PYTEST) -m ecosystem tests/ecosystem tests/shard/kernels $(ARGS) && \
+	if [ -z "$$compiler" ]; then $(PYTEST) -m "not long" tests/shard/kernels/cpu $(ARGS); fi
 
 # Hosts are network namespaces of this machine; without root it says so and ends well.
 suite-cluster: install
@@ -108,6 +119,7 @@ suite-fuzz: install
 	MILLRACE_KV_EVENT_OPERATIONS=100000 $(BIN)/python -m pytest tests/router/kv_events $(ARGS)
 	PYTHONPATH=tests/support $(BIN)/python -m millrace_testing.adapters.fuzz_files 100000
 	PYTHONPATH=tests/support $(BIN)/python -m millrace_testing.quantized.fuzz_checkpoints 10000
+	PYTHONPATH=tests/support $(BIN)/python -m millrace_testing.router.fuzz_images 10000
 	@rm -rf bench/out/json-schema
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema -d bench/out/json-schema jsonschema
 	tar -xzf bench/out/json-schema/jsonschema-*.tar.gz -C bench/out/json-schema --strip-components=1

@@ -28,7 +28,7 @@ from bench.peers.engines import OURS
 from bench.peers.process import EngineError
 from bench.peers.revisions import at_revision
 from millrace.load.levels import parse_level
-from millrace_launcher.host.threads import usable_cores
+from millrace_proto.cores import usable_cores
 
 PEERS = ("vllm", "openvino", "llama.cpp", "transformers")
 KINDS = ("offline", "served")

@@ -13,16 +13,18 @@ from dataclasses import dataclass, fields
 
 from tokenizers import Tokenizer
 
-from bench.comparison.plan import Plan, installed
+from bench.comparison.plan import Plan
 from bench.comparison.report import level_table, levels_json
 from bench.comparison.served import run_levels
-from bench.harness.command_line import command, run_parser
+from bench.harness.command_line import command, run_parser, say
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record
 from bench.harness.server import ServerError
+from bench.parts.texts import Texts
 from bench.peers.engines import OURS
+from bench.peers.servers import HELD, HELP, servers_held_to
 from millrace.load.levels import Level, closed, parse_level
-from millrace_launcher.host.threads import usable_cores
+from millrace_proto.cores import usable_cores
 from millrace_shard.variables import Variables
 from millrace_shard.weights.hub import HubSettings, resolve
 
@@ -55,17 +57,6 @@ class WordLevel(Level):
             yield "".join(generator.choices(self.vocabulary, k=self.prompt_tokens))
 
 
-def single_words(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Lower-case words with a blank before them that are one token each, in any order."""
-    texts = (text.replace("Ġ", " ") for text in tokenizer.get_vocab() if text.startswith("Ġ"))
-    words = sorted(text for text in texts if text[1:].isascii() and text[1:].islower())
-    return tuple(
-        text
-        for text in words
-        if text[1:].isalpha() and len(tokenizer.encode(text, add_special_tokens=False).ids) == 1
-    )
-
-
 def check_lengths(levels: Sequence[WordLevel], tokenizer: Tokenizer) -> None:
     """Raise ValueError for a prompt of another number of tokens than its level says."""
     for level in levels:
@@ -82,6 +73,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--levels", nargs="+", type=parse_level, default=list(LEVELS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peer", nargs="*", default=[PEER], choices=[PEER])
+    parser.add_argument("--instruction-set", choices=tuple(HELD), help=HELP)
     return parser.parse_args(arguments)
 
 
@@ -90,15 +82,20 @@ def run(options: argparse.Namespace) -> Record:
     folder = resolve(options.model, revision=None, settings=HubSettings.of(Variables()))
     file = (folder / "model.gguf").resolve()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    words = single_words(tokenizer)
+    words = tuple(f" {word}" for word in Texts(tokenizer).words)
     levels = [WordLevel.of(level, words) for level in options.levels]
     check_lengths(levels, tokenizer)
+    names = [OURS, *options.peer]
+    servers = [each for each in servers_held_to(options.instruction_set) if each.name in names]
+    for name in (each.name for each in servers if not each.is_installed):
+        say(f"{name} is not installed")
     plan = Plan(
-        engines=installed([OURS, *options.peer]),
+        engines=(),
         repeats=options.repeats,
         threads=usable_cores(),
         quiet=Quiet(patience_seconds=options.patience),
         out=options.out,
+        more_servers=[each for each in servers if each.is_installed],
     )
     notes: list[str] = []
     measurements = run_levels(file, levels, plan, notes)

@@ -23,7 +23,7 @@ from bench.harness.repeats import figure
 from bench.harness.tables import markdown
 from bench.peers.engines import launch_environment
 from millrace.load.measurement import quantile
-from millrace_launcher.host.threads import usable_cores
+from millrace_proto.cores import usable_cores
 from millrace_shard.batch.sequence import Sequence as ShardSequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.commands.composition import load

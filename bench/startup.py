@@ -50,6 +50,8 @@ class Start:
 
     ready_seconds: float
     """From the launcher's start to a `/health` of 200."""
+    cpu_seconds: float
+    """CPU time in seconds of all processes until then; other work on the machine changes it little."""
     load_seconds: float
     """From the shard's log."""
     read_seconds: float
@@ -93,6 +95,7 @@ class Starts:
         return (
             self.model,
             self.column("ready_seconds").text,
+            self.column("cpu_seconds").text,
             load.text,
             read.text,
             ratio_text(read, load),
@@ -107,6 +110,7 @@ class Starts:
 TITLES = (
     "model",
     "ready, s",
+    "CPU, s",
     "loading, s",
     "plain read, s",
     "share of its speed",
@@ -174,8 +178,8 @@ def start_once(folder: Path, *, out: Path, flags: Sequence[str]) -> Start:
         ready = time.perf_counter() - began
         processes = server.processes()
         # The meter counts the server among the other processes; its own CPU time is subtracted.
-        own = machine.cpu_seconds(processes, with_ended=True) / ready
-        others = max(0.0, meter.stop().other_cores - own)
+        own = machine.cpu_seconds(processes, with_ended=True)
+        others = max(0.0, meter.stop().other_cores - own / ready)
         fill(server.url)
         peaks = {
             part: max(peak_bytes(each.pid) for each in processes if part in each.cmdline())
@@ -185,6 +189,7 @@ def start_once(folder: Path, *, out: Path, flags: Sequence[str]) -> Start:
         loading = loading_seconds(lines)
     return Start(
         ready_seconds=ready,
+        cpu_seconds=own,
         load_seconds=loading,
         read_seconds=plain,
         shard_bytes=peaks["millrace_shard"],

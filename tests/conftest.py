@@ -12,14 +12,27 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+DEVICES = Path("/dev")
+
+
+def has_gpu() -> bool:
+    """Whether torch has a GPU; under WSL the only device file of one is Windows' own."""
+    if not (any(DEVICES.glob("nvidia[0-9]*")) or (DEVICES / "dxg").exists()):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 # The hub's client reads these once, when it is imported.
 for name in [
     name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))
 ]:
     del os.environ[name]
 
-# Triton reads this once, at its first import: without a GPU, its kernels run in its interpreter.
-if metadata.version("torch").endswith("+cpu") or not any(Path("/dev").glob("nvidia[0-9]*")):
+# Triton reads this once, at its first import: where torch has no GPU, its kernels run in its interpreter. Only torch
+# knows; its import takes seconds, which the tests without kernels save on a host that shows no GPU.
+if metadata.version("torch").endswith("+cpu") or not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # OpenMP reads this once: with a test process on each core, threads that wait for each other take the cores from those

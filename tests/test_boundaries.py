@@ -46,7 +46,7 @@ PROGRAMS = ("millrace_router.adapters.fetching.", "millrace_router.telemetry.exp
         ("millrace_proto", {"torch", "aiohttp", "millrace_router", "millrace_shard"}),
     ],
 )
-def test_loads_nothing_forbidden(package: str, forbidden: set[str]) -> None:
+def test_importing_a_package_loads_no_forbidden_module(package: str, forbidden: set[str]) -> None:
     code = PROBE.format(package=package, forbidden=forbidden, programs=PROGRAMS)
     if package.count("."):
         code = f"import sys, {package}\nprint(*sorted({forbidden!r} & sys.modules.keys()))"

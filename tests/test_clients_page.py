@@ -51,6 +51,6 @@ def test_a_client_is_on_the_page_in_its_version(name: str, version: str) -> None
     assert version in shown, f"docs/clients.md has {shown} for {name}"
 
 
-def test_the_pins_are_found() -> None:
+def test_the_pinned_versions_of_clients_are_read() -> None:
     assert len(CLIENTS) > 25
     assert ("@openai/codex", "0.169.0") in CLIENTS

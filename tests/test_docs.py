@@ -253,7 +253,7 @@ def test_files_that_are_named_exist(page: Path, files: str) -> None:
     assert missing_files(page.read_text(), files) == []
 
 
-def test_what_is_wrong_is_found(tmp_path: Path) -> None:
+def test_faults_of_a_page_are_detected(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# One `two`\n\n## Three\n\n## Three\n")
     good = "[a](other.md) [b](other.md#one-two) [c](other.md#three-1) [d](https://x/y) [e](#here)\n# Here\n"
     assert broken_links(good, tmp_path) == []
@@ -270,7 +270,7 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
     assert unknown_flags(["--num-shards", "2", "-q"], usage) == ["--num-shards", "-q"]
 
 
-def test_every_call_on_a_page_is_found() -> None:
+def test_every_command_on_a_page_is_read() -> None:
     page = """`make test`, `python -m bench.quick --patience 1`
 ```shell
 A=1 millrace-launcher --port 80 \\

@@ -30,7 +30,7 @@ def in_first_column(text: str) -> set[str]:
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
-def test_what_has_no_effect_is_what_the_launcher_says_has_none() -> None:
+def test_the_page_lists_the_flags_without_effect_of_the_launcher() -> None:
     flags = {
         option_name(name)
         for name in (
@@ -40,13 +40,13 @@ def test_what_has_no_effect_is_what_the_launcher_says_has_none() -> None:
     }
     variables = set(checks.VARIABLES_WITHOUT_EFFECT)
     # These are not TGI's.
-    flags -= {"--one-shot-all-reduce", "--max-cpu-loras"}
+    flags -= {"--one-shot-all-reduce", "--disable-operators", "--max-cpu-loras"}
     variables -= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
     named = in_first_column(section("Accepted without effect"))
     assert named == flags | variables
 
 
-def test_what_is_refused_is_what_the_launcher_refuses() -> None:
+def test_the_page_lists_the_flags_that_the_launcher_refuses() -> None:
     flags = {option_name(name) for name in checks.UNSUPPORTED} | {"--ngrok"}
     assert in_first_column(section("Refused")) == flags
 
@@ -54,11 +54,11 @@ def test_what_is_refused_is_what_the_launcher_refuses() -> None:
 @pytest.mark.parametrize(
     "option", sorted({word for word in CODE if re.fullmatch("--[a-z-]+", word)})
 )
-def test_every_flag_it_names_is_one(option: str) -> None:
+def test_every_flag_that_the_page_names_exists(option: str) -> None:
     assert option in {flag.option for flag in all_flags()}
 
 
-def test_every_metric_it_names_is_there() -> None:
+def test_every_metric_that_the_page_names_exists() -> None:
     metrics = Metrics(max_input_tokens=10, max_total_tokens=20)
     known = {one.name for one in metrics.registry._collector_to_names if isinstance(one, Family)}
     named = set(re.findall(r"\b(?:tgi|millrace)_[a-z_]+[a-z]", section("Metrics")))

@@ -18,8 +18,15 @@ LONGEST_TEST_FILE = 900
 LONGEST_FUNCTION = 50
 SHORTEST_FILE = 80
 """A shorter file with one importer in its room belongs into that importer."""
-PAGES = ("/families", "/formats", "/kernels/cpu", "/kernels/cuda", "/weights/quantized")
+PAGES = (
+    *("/families", "/formats", "/kernels/cpu", "/kernels/cuda", "/weights/quantized"),
+    *("millrace_router/images", "millrace_shard/vision"),
+)
 """Rooms whose files are pages: one for each model family, call format, kernel or weight format."""
+PURE = ("scheduler", "prediction", "reasoning", "tool_calls")
+"""Rooms of the router that do no I/O, read no clock and never await."""
+IMPURE = {"asyncio", "http", "os", "pathlib", "random", "socket", "subprocess", "threading", "time"}
+"""Modules of the standard library that such rooms do not import."""
 PROCESSES = {"child.py", "guard.py", "grammar_worker.py"}
 """Files that run as processes, as every `__main__.py` does."""
 TABLES = {
@@ -30,7 +37,9 @@ TABLES = {
 KERNELS = {
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_tiles",
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_spans",
+    "shard/millrace_shard/kernels/cuda/triton_quantized.py: _add_step",
     "shard/millrace_shard/kernels/cuda/triton_quantized.py: _multiply_codes",
+    "shard/millrace_shard/kernels/cuda/triton_quantized.py: multiply_expert_codes",
     "shard/millrace_shard/kernels/cuda/triton_rope.py: _rope_store",
     "shard/millrace_shard/kernels/cuda/triton_softmax.py: visit",
 }
@@ -106,21 +115,54 @@ def module_of(name: str) -> str:
     return PARTS[folder] + name.removeprefix(folder).removesuffix(".py").replace("/", ".")
 
 
+def imported_names(text: str) -> Iterator[str]:
+    """Dotted names that a file imports: modules, and what it takes from them."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{one.name}" for one in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+
+
 def importers(texts: Mapping[str, str]) -> dict[str, set[str]]:
     """Product files that import each product file."""
     files = {module_of(name): name for name in texts}
     users: dict[str, set[str]] = defaultdict(set)
     for name, text in texts.items():
-        for node in ast.walk(ast.parse(text)):
-            modules: list[str] = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                modules = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
-            elif isinstance(node, ast.Import):
-                modules = [one.name for one in node.names]
-            for module in modules:
-                if module in files:
-                    users[files[module]].add(name)
+        for module in imported_names(text):
+            if module in files:
+                users[files[module]].add(name)
     return users
+
+
+def room_imports(texts: Mapping[str, str]) -> dict[str, set[str]]:
+    """What the files of each room import: rooms and top modules of their package, and other packages, by short name."""
+    files = {module_of(name).removesuffix(".__init__"): name for name in texts}
+    imports: dict[str, set[str]] = defaultdict(set)
+    for name, text in texts.items():
+        package, *room = module_of(name).split(".")[:-1]
+        if not room:
+            continue
+        short_names = imports[str(PurePosixPath(name).parent)]
+        for target in imported_names(text):
+            if target not in files:
+                continue
+            other, *module = target.split(".")
+            if not files[target].endswith("/__init__.py") and len(module) > 1:
+                module.pop()
+            if other != package:
+                short_names.add(other)
+            elif module and module != room:
+                short_names.add(".".join(module))
+    return imports
+
+
+def stated_imports(text: str) -> set[str]:
+    """The names after `Imports:` in the docstring of a room."""
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    match = re.search(r"^Imports: ([^;]*?)\.$", docstring, re.MULTILINE | re.DOTALL)
+    return set(re.split(r",\s+", match[1])) if match else set()
 
 
 def fragments(texts: Mapping[str, str]) -> set[str]:
@@ -189,6 +231,34 @@ def test_every_room_keeps_its_budget() -> None:
     assert over == {}, "remove something, or raise the budget in a change that says why"
 
 
+def test_every_room_states_what_it_imports() -> None:
+    stated = {
+        room: stated_imports(PRODUCT[f"{room}/__init__.py"]) for room in room_imports(PRODUCT)
+    }
+    assert stated == room_imports(PRODUCT)
+
+
+def impure(texts: Mapping[str, str]) -> set[str]:
+    """`file: reason` of files of pure rooms that await or import a module with side effects."""
+    reasons = set()
+    for name, text in texts.items():
+        if not name.startswith(tuple(f"router/millrace_router/{room}/" for room in PURE)):
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
+        if any(isinstance(node, ast.AsyncFunctionDef | ast.Await) for node in nodes):
+            reasons.add(f"{name}: await")
+        modules = {module.partition(".")[0] for module in imported_names(text)}
+        reasons |= {f"{name}: {module}" for module in modules & IMPURE}
+    return reasons
+
+
+def test_pure_rooms_neither_wait_nor_do_io() -> None:
+    assert impure(PRODUCT) == set()
+    name = "router/millrace_router/scheduler/a.py"
+    text = "import time\nasync def f() -> None:\n    pass\n"
+    assert impure({name: text}) == {f"{name}: await", f"{name}: time"}
+
+
 def test_public_classes_have_docstrings() -> None:
     assert undescribed_classes(SOURCES) == set()
 
@@ -202,7 +272,7 @@ def test_product_and_pages_are_in_plain_english() -> None:
     assert odd_sentences({**PRODUCT, **pages}) == []
 
 
-def test_each_rule_finds_what_breaks_it() -> None:
+def test_each_rule_detects_a_violation() -> None:
     function = "def f() -> None:\n" + "    pass\n" * LONGEST_FUNCTION
     assert long_functions({"a.py": function}) == {"a.py: f"}
     assert long_functions({"a.py": function.removesuffix("    pass\n")}) == set()
@@ -221,6 +291,11 @@ def test_each_rule_finds_what_breaks_it() -> None:
     assert fragments(texts) == {f"{room}/a.py"}
     assert fragments({**texts, "router/millrace_router/app.py": user}) == set()
     assert room_lines(texts)[room] == 161
+    texts[f"{room}/__init__.py"] = '"""Text.\n\nImports: errors,\nserver.\n"""\n'
+    texts[f"{room}/user.py"] += "from millrace_router.server.c import C\n"
+    texts["router/millrace_router/server/c.py"] = line
+    assert room_imports(texts)[room] == {"server"}
+    assert stated_imports(texts[f"{room}/__init__.py"]) == {"errors", "server"}
 
 
 @pytest.mark.parametrize(

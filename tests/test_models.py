@@ -7,8 +7,9 @@ import re
 import pytest
 
 from millrace_shard.config import ShardConfig
-from millrace_shard.models.families.registry import FAMILIES
+from millrace_shard.models.families.registry import FAMILIES, SAME_TYPES
 from millrace_shard.models.transformers_backend.supported import SUPPORTED as CLASSES
+from millrace_shard.vision.registry import FAMILIES as ENCODERS
 from millrace_shard.weights.quantized.quantization_config import SUPPORTED as FORMATS
 from millrace_testing.project import ROOT, project_files
 
@@ -25,11 +26,26 @@ def rows(heading: str) -> list[list[str]]:
 
 
 MODELS, FORMAT_ROWS = rows("Models that start"), rows("Formats that start")
+OF_TGI = rows("The model types of TGI")
 
 
 def test_every_model_is_in_the_table_once() -> None:
     cells = [types for _, types, *_ in MODELS if not types.startswith("with ")]
-    assert sorted(", ".join(cells).split(", ")) == sorted((*FAMILIES, *CLASSES))
+    assert sorted(", ".join(cells).split(", ")) == sorted((*FAMILIES, *ENCODERS, *CLASSES))
+
+
+def test_the_table_of_tgi_has_39_types_and_what_the_server_makes_of_each() -> None:
+    types = [name for cell, *_ in OF_TGI for name in cell.split(", ")]
+    assert len(types) == len(set(types)) == 39
+    served = {*FAMILIES, *SAME_TYPES, *CLASSES, *ENCODERS}
+    for cell, outcome, _ in OF_TGI:
+        names = set(cell.split(", "))
+        if outcome == "own decoder":
+            assert names <= FAMILIES.keys()
+        elif outcome == "the class of `transformers`":
+            assert names <= set(CLASSES)
+        elif "refused" in outcome:
+            assert not names & served
 
 
 def test_every_format_is_in_the_table() -> None:
@@ -46,7 +62,9 @@ def test_every_value_of_a_flag_is_in_its_table(heading: str, field: str) -> None
     assert sorted(named) == sorted(values)
 
 
-@pytest.mark.parametrize("row", [*MODELS, *FORMAT_ROWS], ids=lambda row: row[0].split(",")[0])
+@pytest.mark.parametrize(
+    "row", [*MODELS, *OF_TGI, *FORMAT_ROWS], ids=lambda row: row[0].split(",")[0]
+)
 def test_every_row_names_a_test(row: list[str]) -> None:
     assert re.fullmatch(r"`(test_\w+\.py)`", row[-1]), row[-1]
     assert row[-1].strip("`") in TESTS

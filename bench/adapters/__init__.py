@@ -1,1 +1,1 @@
-"""What LoRA adapters cost over HTTP: `python -m bench.adapters`. May import `bench.harness` and `bench.parts`."""
+"""The cost of LoRA adapters, over HTTP and in steps. May import `bench.harness`, `.parts` and `.quantized`."""

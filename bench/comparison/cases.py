@@ -28,35 +28,31 @@ class Figure(StrEnum):
     """Time to the first token."""
     RATE = "tok/s"
     """Output tokens over the time from the first request to the last token."""
-    DECODE_RATE = "decode tok/s"
-    """The same over the time in which every stream decodes."""
 
     @property
     def more_is_better(self) -> bool:
         """Whether it is a rate."""
-        return self in (Figure.RATE, Figure.DECODE_RATE)
+        return self is Figure.RATE
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests given all at once; at most `concurrency` in flight, all of them when None."""
+    """Requests that are given, and run, all at once."""
 
     name: str
     figure: Figure
     lengths: tuple[tuple[int, int], ...]
     """(prompt tokens, new tokens) of each request."""
-    concurrency: int | None = None
 
     @property
     def at_once(self) -> int:
-        """Most requests in flight."""
-        return self.concurrency or len(self.lengths)
+        """Requests in flight."""
+        return len(self.lengths)
 
     @cached_property
     def kv_tokens(self) -> int:
-        """The exact maximum of tokens in the cache at once."""
-        longest = sorted((sum(pair) for pair in self.lengths), reverse=True)
-        return sum(longest[: self.at_once])
+        """The most tokens in the cache at once."""
+        return sum(map(sum, self.lengths))
 
     def requests(self, tokenizer: Tokenizer) -> list[Request]:
         """The prompts of a load level of the same name and lengths, as token ids."""
@@ -78,13 +74,6 @@ class Case:
                 num_tokens = sum(len(t.arrivals) for t in timelines)
                 start = min(t.due for t in timelines)
                 return num_tokens / (max(t.arrivals[-1] for t in timelines) - start)
-            case Figure.DECODE_RATE:
-                start = max(t.arrivals[0] for t in timelines)
-                end = min(t.arrivals[-1] for t in timelines)
-                if end <= start:
-                    raise ValueError(f"{self.name}: the streams never ran together")
-                inside = (a for t in timelines for a in t.arrivals if start < a <= end)
-                return sum(1 for _ in inside) / (end - start)
 
     def floor(self, shape: Shape, machine: Machine) -> float:
         """The figure at the roofline."""
@@ -95,10 +84,8 @@ class Case:
             case Figure.FIRST_TOKEN:
                 return 1000 * prefill_seconds(shape, machine, [self.lengths[0][0]])
             case Figure.RATE:
-                seconds = batch_seconds(shape, machine, self.lengths, self.at_once)
+                seconds = batch_seconds(shape, machine, self.lengths)
                 return sum(new for _, new in self.lengths) / seconds
-            case Figure.DECODE_RATE:
-                return len(middle) / decode_step_seconds(shape, machine, middle)
 
 
 def ragged(num_requests: int = 64, *, seed: int = 0) -> tuple[tuple[int, int], ...]:

@@ -88,9 +88,8 @@ def loaded_engines(
     started: list[EngineProcess] = []
     engines: dict[str, EngineProcess] = {}
     try:
-        named = [offline for offline in OFFLINE if offline.name in plan.engines]
-        for offline in (*named, *plan.more_engines):
-            if not offline.is_installed:
+        for offline in OFFLINE:
+            if offline.name not in plan.engines or not offline.is_installed:
                 continue
             with Attempt(offline.name, notes):
                 engine = start_engine(offline, model, limits, plan)
@@ -108,7 +107,7 @@ def start_engine(offline: Offline, model: Path, limits: Limits, plan: Plan) -> E
     say(f"{model.name}: loading {offline.name}")
     converted = offline.convert(model)
     engine = offline.start(
-        log=plan.out / f"{model.name}-{offline.name.replace(' ', '-')}.log",
+        log=plan.out / f"{model.name}-{offline.name}.log",
         extra={SHARD_FLAGS: " ".join(plan.shard_flags)} if plan.shard_flags else None,
     )
     try:

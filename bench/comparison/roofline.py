@@ -11,7 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from bench.harness.checkpoints import Shape
@@ -101,26 +101,12 @@ def prefill_seconds(shape: Shape, machine: Machine, prompts: Sequence[int]) -> f
     return max(read / machine.read_all, flops / machine.multiply)
 
 
-def batch_seconds(
-    shape: Shape, machine: Machine, requests: Iterable[tuple[int, int]], concurrency: int
-) -> float:
-    """Seconds for requests of (prompt, output) lengths, `concurrency` at a time.
-
-    Prompts that can enter run in a separate step, before each step of decodes.
-    """
-    waiting = list(requests)[::-1]
-    running: list[list[int]] = []
-    seconds = 0.0
-    while waiting or running:
-        entering: list[tuple[int, int]] = []
-        while waiting and len(running) + len(entering) < concurrency:
-            entering.append(waiting.pop())
-        if entering:
-            seconds += prefill_seconds(shape, machine, [length for length, _ in entering])
-            running += [[length + 1, new - 1] for length, new in entering if new > 1]
-        if running:
-            seconds += decode_step_seconds(shape, machine, [length for length, _ in running])
-            running = [[length + 1, left - 1] for length, left in running if left > 1]
+def batch_seconds(shape: Shape, machine: Machine, requests: Sequence[tuple[int, int]]) -> float:
+    """Seconds for requests of (prompt, output) lengths at once: a step of all prompts, and then of decodes alone."""
+    seconds = prefill_seconds(shape, machine, [length for length, _ in requests])
+    for step in range(1, max(new for _, new in requests)):
+        contexts = [length + step for length, new in requests if new > step]
+        seconds += decode_step_seconds(shape, machine, contexts)
     return seconds
 
 

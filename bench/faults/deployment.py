@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -18,7 +17,7 @@ import psutil
 
 from bench.faults.members import GONE, Members, role_of
 from bench.harness.scrape import parse
-from bench.harness.server import LAUNCHER, STOP_SECONDS, RunningServer, free_port, running
+from bench.harness.server import LAUNCHER, STOP_SECONDS, RunningServer, serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +141,16 @@ def deployed(
 
     `launcher` holds the arguments of Python.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="millrace-faults-") as folder:
-        command = [
-            sys.executable,
-            *launcher,
-            f"--model-id={model}",
-            "--json-output",
-            "--hostname=127.0.0.1",
-            f"--port={port}",
-            f"--num-shard={num_ranks}",
-            f"--shard-uds-path={folder}/shard",
-            f"--master-port={free_port()}",
-            *flags,
-        ]
-        offline = {"HF_HUB_OFFLINE": "1", **(environment or {})}
-        with running(command, port=port, log=log, environment=offline) as server:
-            yield Deployment(server=server, log=log, folder=Path(folder), num_ranks=num_ranks)
+    every = ["--json-output", f"--num-shard={num_ranks}", *flags]
+    with (
+        tempfile.TemporaryDirectory(prefix="millrace-faults-") as name,
+        serving(
+            model,
+            log=log,
+            flags=every,
+            environment=environment,
+            launcher=launcher,
+            sockets=(folder := Path(name)),
+        ) as server,
+    ):
+        yield Deployment(server=server, log=log, folder=folder, num_ranks=num_ranks)

@@ -36,6 +36,8 @@ class Members:
     ranks: dict[int, list[int]] = field(default_factory=dict)
     """Process ids by rank."""
     guards: list[int] = field(default_factory=list)
+    fork_servers: list[int] = field(default_factory=list)
+    """The processes that loaded the model, of which ranks are forks."""
     grammar_workers: list[int] = field(default_factory=list)
     """The process in which rank 0 compiles grammars, once one was needed, and its forks."""
     fetchers: list[int] = field(default_factory=list)
@@ -61,6 +63,8 @@ class Members:
         role = role_of(command.split()) or ""
         if "millrace_launcher.processes.guard" in command:
             self.guards.append(pid)
+        elif "fork-server" in command:
+            self.fork_servers.append(pid)
         elif "millrace_shard.structured_output.grammar_worker" in command:
             self.grammar_workers.append(pid)
         elif "millrace_router.adapters.fetching" in command:

@@ -87,8 +87,8 @@ class Answer:
 class Clients(HttpClient):
     """All streams of one run, a connection each; use as an asynchronous context manager."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(url, headers=headers)
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.answers: list[Answer] = []
 
     @property

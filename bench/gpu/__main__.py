@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu.children import Ended, run
-from bench.gpu.device import find_device
+from bench.gpu.children import Ended, find_device, run
 from bench.gpu.figures import read
 from bench.gpu.page import Results
 from bench.gpu.plan import LEAST_SECONDS, STAGES, TOTAL_SECONDS, Stage, limit_seconds
@@ -125,6 +124,8 @@ def _prepare(command: Command, scratch: Path) -> Setup:
     if device == "cpu":
         print("no GPU: every stage runs on the CPU, kernels in Triton's interpreter", flush=True)
         environment["TRITON_INTERPRET"] = "1"
+    # One cache for all stages, their servers and the tests.
+    environment.setdefault("TRITON_CACHE_DIR", str(scratch / "triton"))
     return Setup(device, command.shape or DEFAULT_SHAPE[device], environment, scratch)
 
 

@@ -1,4 +1,7 @@
-"""Child processes with a time limit; their output is shown and kept, and their descendants end with them."""
+"""Child processes with a time limit; their output is shown and kept, and their descendants end with them.
+
+This module imports the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,6 +25,9 @@ NO_DEVICE = 3
 """Exit status of a stage that finds no GPU."""
 SHARED_MEMORY = Path("/dev/shm")
 TAIL_LINES = 60
+
+PROBE = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+PROBE_SECONDS = 60.0
 
 Status = Literal["ok", "failed", "timed out", "no device", "skipped"]
 
@@ -38,6 +45,22 @@ class Ended:
 def scratch_prefix(pid: int) -> str:
     """The prefix of the names of a stage's temporary folders."""
     return f"millrace-bench-{pid}-"
+
+
+def find_device(environment: Mapping[str, str], cwd: Path) -> str:
+    """Return "cuda" if torch finds a GPU, else "cpu", also where torch is missing or does not answer in time."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE],
+            env=dict(environment),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            timeout=PROBE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "cpu"
+    return "cuda" if done.returncode == 0 else "cpu"
 
 
 def run(

@@ -11,6 +11,8 @@ from typing import Any
 
 CHECK = "check"
 """The kind of a figure that must not exceed `most`."""
+KERNEL = "kernel"
+"""The kind of a figure of a compiled kernel."""
 UNCHECKED = "unchecked"
 """The kind of a check that could not be made; the detail `reason` says why."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.gpu import goals
 from bench.gpu.children import Ended
-from bench.gpu.figures import Figure, shown
+from bench.gpu.figures import KERNEL, Figure, shown
 from bench.gpu.goals import Line, checks, speeds
 from bench.gpu.plan import Stage
 from bench.harness.tables import markdown
@@ -22,6 +22,7 @@ CHECK_HEADINGS = ("check", "found", "made", "goal", "")
 SPEED_HEADINGS = ("case", "measured", "reached", "goal", "")
 STAGE_HEADINGS = ("stage", "question", "end", "time", "figures")
 ACTIVITY_HEADINGS = ("decode", "idle", "launches", "copies", "waits", "sampling")
+KERNEL_HEADINGS = ("kernel", "variants", "registers", "bytes spilled", "bytes shared")
 FACTS = ("gpu", "commit", "python", "torch", "triton", "transformers", "CUDA of torch")
 TAIL_LINES = 12
 NO_GPU = """\
@@ -68,6 +69,7 @@ class Results:
             markdown(STAGE_HEADINGS, [self._row(stage) for stage in self._stages]),
             markdown(CHECK_HEADINGS, [_cells(line) for line in checks(self._figures)]),
             self._speeds() if self._device == "cuda" else NO_SPEEDS,
+            self._kernels(),
             *(
                 "\n".join(
                     [f"The end of {stage.name}:", "", "```", *ended.tail[-TAIL_LINES:], "```"]
@@ -102,6 +104,19 @@ class Results:
             markdown(ACTIVITY_HEADINGS, activities) if activities else "",
         ]
         return "\n\n".join(part for part in parts if part)
+
+    def _kernels(self) -> str:
+        """What each compiled kernel takes: of its variants, the one with the most shared memory."""
+        rows = [
+            (
+                figure.name.removeprefix("kernel "),
+                shown(int(figure.value)),
+                *(shown(figure.detail[name]) for name in ("registers", "spilled", "shared")),
+            )
+            for figure in self._figures
+            if figure.kind == KERNEL
+        ]
+        return markdown(KERNEL_HEADINGS, rows) if rows else ""
 
     def _content(self) -> dict[str, Any]:
         return {

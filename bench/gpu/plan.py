@@ -40,16 +40,18 @@ STAGES = (
     Stage(
         "bench.gpu.checks.versions",
         "Which versions, and what are the limits of the device?",
-        25,
+        20,
         8,
     ),
-    Stage("bench.gpu.checks.agreement", "Do the kernels agree with plain torch?", 30, 25),
+    Stage("bench.gpu.checks.compilation", "Do the kernels compile, in parallel?", 80, 2),
+    Stage("bench.gpu.checks.agreement", "Do the kernels agree with plain torch?", 20, 25),
     Stage(
         "bench.gpu.checks.bits",
         "Has a row the same bits alone, in company, in a prompt and in a chunk?",
-        40,
+        20,
         15,
     ),
+    Stage("bench.gpu.checks.steps", "Do random steps yield the tokens of a shard on CPU?", 42, 25),
     Stage(
         "bench.gpu.checks.capture",
         "Do graphs yield what eager steps do? Is a failed capture survived?",
@@ -57,34 +59,36 @@ STAGES = (
         90,
     ),
     Stage(
-        "bench.gpu.checks.verify",
-        "Does `millrace-verify` hold, deterministic mode on and off?",
+        "bench.gpu.speed.decode",
+        "How close to the memory's rate is a decode, and where does a step go?",
         60,
         60,
     ),
-    Stage("bench.gpu.checks.steps", "Do random steps yield the tokens of a shard on CPU?", 25, 25),
+    Stage("bench.gpu.speed.prefill", "How close to the matrix rate is a prefill?", 20, 30),
+    Stage(
+        "bench.gpu.speed.server", "What does serving over HTTP leave of the engine's rate?", 55, 60
+    ),
+    Stage(
+        "bench.gpu.checks.verify",
+        "Does `millrace-verify` hold, deterministic mode on and off?",
+        75,
+        60,
+    ),
+    Stage("bench.gpu.checks.memory", "Does a full cache with every part of sampling fit?", 35, 35),
+    Stage("bench.gpu.speed.small", "What does a step cost in which the CPU's work shows?", 20, 10),
+    Stage("bench.gpu.checks.faults", "Are planted faults distinguished and survived?", 25, 10),
     Stage(
         "bench.gpu.checks.sanitizer", "Does compute-sanitizer find a bad access or a race?", 35, 20
     ),
     Stage(
-        "bench.gpu.speed.decode",
-        "How close to the memory's rate is a decode, and where does a step go?",
-        75,
-        60,
+        "bench.gpu.speed.transformers", "How fast is `transformers`' continuous batching?", 40, 15
     ),
-    Stage("bench.gpu.speed.prefill", "How close to the matrix rate is a prefill?", 20, 30),
-    Stage("bench.gpu.speed.small", "What does a step cost in which the CPU's work shows?", 20, 10),
-    Stage(
-        "bench.gpu.speed.server", "What does serving over HTTP leave of the engine's rate?", 75, 60
-    ),
-    Stage(
-        "bench.gpu.speed.transformers", "How fast is `transformers`' continuous batching?", 50, 15
-    ),
-    Stage("bench.gpu.checks.memory", "Does a full cache with every part of sampling fit?", 40, 35),
-    Stage("bench.gpu.checks.faults", "Are planted faults distinguished and survived?", 20, 10),
-    Stage("bench.gpu.checks.tests", "Do the tests that need a device pass?", 15, 25),
+    Stage("bench.gpu.checks.tests", "Do the tests that need a device pass?", 20, 25),
 )
-"""In the order of the checks for a first run on a device. The tests are last, since they take what time is left."""
+"""By what they reveal. Kernels that are wrong make all figures void, so their checks are first, then whole steps and
+graphs; then the speeds that nothing else tells, then what a server adds, then rare failures and other programs. The
+tests are last, since they take what time is left.
+"""
 
 
 def limit_seconds(shares: Sequence[float], left: float) -> float:

@@ -12,18 +12,17 @@ from millrace.load.apis import BadStreamError
 from millrace.load.load import READ_TIMEOUT_SECONDS
 
 FAILURES = (BadStreamError, aiohttp.ClientError, TimeoutError)
-"""What a request may raise."""
+"""Exceptions that a request may raise."""
 
 
 class HttpClient:
     """Any number of connections to one server; use as an asynchronous context manager."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
         self._session = aiohttp.ClientSession(
             base_url=url,
             timeout=timeout,
-            headers=headers,
             connector=aiohttp.TCPConnector(limit=0),
         )
 
@@ -38,18 +37,16 @@ class HttpClient:
         async with self._session.get(path, raise_for_status=True) as response:
             return await response.text()
 
-    async def json(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
-    ) -> tuple[int, Any]:
+    async def json(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
         """Status and JSON of an answer in one piece; raises aiohttp.ClientError or TimeoutError."""
-        async with self.post(path, body, headers) as response:
+        async with self.post(path, body) as response:
             return response.status, await response.json()
 
     def post(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+        self, path: str, body: Mapping[str, Any]
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """The answer to a POST, unread; raises one of FAILURES."""
-        return self._session.post(path, json=body, headers=headers)
+        return self._session.post(path, json=body)
 
 
 async def check(response: aiohttp.ClientResponse) -> None:

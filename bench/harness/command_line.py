@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.harness.paths import OUT
@@ -26,31 +26,6 @@ def run_parser(
     parser.add_argument(
         "--record", action="store_true", help="write the figures to bench/results, as JSON"
     )
-    return parser
-
-
-def parts_parser(
-    name: str,
-    description: str | None,
-    parts: Collection[str],
-    *,
-    default: Sequence[str] | None = None,
-) -> argparse.ArgumentParser:
-    """The same for a benchmark made of `parts`; `default` names the parts that run without `--only`, None all."""
-
-    def chosen(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := sorted(set(names) - set(parts)):
-            raise argparse.ArgumentTypeError(
-                f"no part {', '.join(unknown)}; there are {list(parts)}"
-            )
-        return names
-
-    parser = run_parser(name, description)
-    parser.add_argument(
-        "--only", type=chosen, default=list(default or parts), help="parts, with commas"
-    )
-    parser.add_argument("--flags", type=shlex.split, default=[], help="more, for every launcher")
     return parser
 
 

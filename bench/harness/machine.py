@@ -6,21 +6,22 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 import psutil
 
 from bench.harness.paths import ROOT
+from millrace_proto.cores import cpu_fact
 
 
 def describe() -> dict[str, str]:
     """The facts that a figure depends on, for the results file."""
     return {
         "cpu": _cpu_model(),
+        "family": cpu_family() or "unknown",
         "cores": f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical",
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "system": f"{platform.system()} {platform.release()}",
@@ -32,18 +33,36 @@ def describe() -> dict[str, str]:
 
 def has_amx() -> bool:
     """Whether the CPU has tiles of AMX."""
-    return "amx_tile" in _cpu_fact("flags").split()
+    return "amx_tile" in cpu_fact("flags").split()
+
+
+CAPABILITY = "ATEN_CPU_CAPABILITY"
+"""Environment variable that holds torch and our kernels to an instruction set."""
+FAMILIES = ("Zen 4", "Zen 5", "Xeon with AMX", "Xeon without AMX", "AVX2")
+AMD_FAMILIES = {"25": "Zen 4", "26": "Zen 5"}
+"""Families with AVX-512, as Linux numbers them."""
+
+
+def cpu_family(
+    fact: Callable[[str], str] = cpu_fact, environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """The one of `FAMILIES`, in which figures are compared; None for another CPU.
+
+    A CPU that is held to AVX2 counts as one without AVX-512.
+    """
+    flags, vendor = set(fact("flags").split()), fact("vendor_id")
+    if "avx512f" not in flags or environ.get(CAPABILITY, "").lower() == "avx2":
+        return "AVX2" if "avx2" in flags else None
+    # Zen 6 has the family of Zen 5 and half-precision arithmetic.
+    if vendor == "AuthenticAMD" and "avx512_fp16" not in flags:
+        return AMD_FAMILIES.get(fact("cpu family"))
+    if vendor == "GenuineIntel" and "Xeon" in fact("model name"):
+        return "Xeon with AMX" if "amx_tile" in flags else "Xeon without AMX"
+    return None
 
 
 def _cpu_model() -> str:
-    return _cpu_fact("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_fact(name: str) -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
-    return next(found, "")
+    return cpu_fact("model name") or platform.processor() or platform.machine()
 
 
 def _commit() -> str:

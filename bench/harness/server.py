@@ -70,10 +70,11 @@ def serving(
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     launcher: Sequence[str] = LAUNCHER,
+    sockets: Path | None = None,
 ) -> Iterator[RunningServer]:
     """Run a server of `model` for the length of the block; raises ServerError.
 
-    `launcher` are Python's arguments that start `millrace-launcher`.
+    `launcher` are Python's arguments that start `millrace-launcher`; `sockets` is the folder of the shards' sockets.
     """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
@@ -83,7 +84,7 @@ def serving(
             f"--model-id={model}",
             "--hostname=127.0.0.1",
             f"--port={port}",
-            f"--shard-uds-path={scratch}/shard",
+            f"--shard-uds-path={sockets or scratch}/shard",
             f"--master-port={free_port()}",
             *flags,
         ]

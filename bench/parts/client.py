@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from bench.harness.client import FAILURES, HttpClient, check
 from millrace.load.apis import BadStreamError
 from millrace.load.load import stamped_events
 
-DETAILS = {"ignore_eos": True, "details": True, "do_sample": False}
+DETAILS: dict[str, Any] = {"ignore_eos": True, "details": True, "do_sample": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,18 +25,16 @@ class Request:
     """Tokens after which the answer ends."""
     due: float = 0.0
     """Seconds after the start; a closed loop ignores it."""
-    says_length: bool = True
-    """Whether it sends `max_new_tokens`; otherwise the client disconnects after the last token it wants."""
     streams: bool = True
-    headers: Mapping[str, str] = field(default_factory=dict)
     adapter: str = ""
     """The name of its LoRA adapter; empty for the base model."""
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
-        limit = {"max_new_tokens": self.output_tokens} if self.says_length else {}
-        adapter = {"adapter_id": self.adapter} if self.adapter else {}
-        return {"inputs": self.prompt, "parameters": {**DETAILS, **limit, **adapter}}
+        parameters = DETAILS | {"max_new_tokens": self.output_tokens}
+        if self.adapter:
+            parameters["adapter_id"] = self.adapter
+        return {"inputs": self.prompt, "parameters": parameters}
 
 
 @dataclass(slots=True)
@@ -47,7 +45,6 @@ class Answer:
     due: float
     arrivals: list[float] = field(default_factory=list)
     """One for each token; empty for an answer in one piece."""
-    headers: Mapping[str, str] = field(default_factory=dict)
     ended: float = 0.0
     num_tokens: int = 0
     error: str = ""
@@ -70,25 +67,18 @@ class Client(HttpClient):
         answer.ended = time.perf_counter()
 
     async def _stream(self, answer: Answer) -> None:
-        request = answer.request
-        async with self.post("/generate_stream", request.body(), request.headers) as response:
+        async with self.post("/generate_stream", answer.request.body()) as response:
             await check(response)
-            answer.headers = response.headers
             async for arrival, event in stamped_events(response):
                 if "error" in event:
                     raise BadStreamError(f"{event.get('error_type')}: {event['error']}")
                 answer.arrivals.append(arrival)
                 answer.num_tokens += 1
-                if answer.num_tokens == request.output_tokens and not request.says_length:
-                    response.close()
-                    return
         _check_length(answer)
 
     async def _whole(self, answer: Answer) -> None:
-        request = answer.request
-        async with self.post("/generate", request.body(), request.headers) as response:
+        async with self.post("/generate", answer.request.body()) as response:
             await check(response)
-            answer.headers = response.headers
             answer.num_tokens = (await response.json())["details"]["generated_tokens"]
         _check_length(answer)
 

@@ -13,16 +13,9 @@ class Outcome:
 
     request: Request
     seconds: float
-    """From its due time to its last token …"""
-    first_token_seconds: float = 0.0
-    """… and to its first, if that is known."""
+    """From its due time to its last token."""
 
     @property
     def ended(self) -> float:
         """The time of the last token, in seconds after the start of the load."""
         return self.request.due + self.seconds
-
-    @property
-    def normalised_ms(self) -> float:
-        """Latency per output token, in milliseconds."""
-        return 1000 * self.seconds / self.request.output_tokens

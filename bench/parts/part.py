@@ -20,8 +20,6 @@ class Case:
     name: str
     flags: tuple[str, ...] = ()
     """Flags of the server."""
-    amount: float = 0.0
-    """A number that the part interprets, such as a rate."""
 
 
 Table = Mapping[str, Mapping[str, Repeated]]

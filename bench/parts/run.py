@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
-from bench.harness.command_line import command, parts_parser, say
+from bench.harness.command_line import command, run_parser, say
 from bench.harness.paths import DEMO, IMAGES_FOLDER
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record
@@ -25,11 +26,21 @@ def parse_arguments(
     arguments: Sequence[str],
     *,
     model: str,
-    default: Sequence[str] | None = None,
     repeats: int = 1,
 ) -> argparse.Namespace:
     """The command line of `bench.NAME`; argparse ends the program on a bad one. `model` and `repeats` are defaults."""
-    parser = parts_parser(name, description, parts, default=default)
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := sorted(set(names) - set(parts)):
+            raise argparse.ArgumentTypeError(
+                f"no part {', '.join(unknown)}; there are {list(parts)}"
+            )
+        return names
+
+    parser = run_parser(name, description)
+    parser.add_argument("--only", type=chosen, default=list(parts), help="parts, with commas")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more, for every launcher")
     parser.add_argument("--model", default=model, choices=(*SHAPES, "demo"))
     parser.add_argument("--repeats", type=int, default=repeats, help="a figure is their median")
     parser.add_argument("--quick", action="store_true", help="fewer requests; nothing to quote")

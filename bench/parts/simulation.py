@@ -10,7 +10,7 @@ from bench.parts.outcome import Outcome
 from millrace.simulate.config import plan_from_args
 from millrace.simulate.deployment import Deployment
 from millrace.simulate.engine import Engine
-from millrace.simulate.simulated_request import Arrival, SimulatedRequest
+from millrace.simulate.simulated_request import Arrival
 from millrace_router.scheduler.step_plan import Row
 
 
@@ -19,18 +19,12 @@ class SimulationFailed(Exception):  # noqa: N818
 
 
 class TimedEngine(Engine):
-    """Records when each request began and ended."""
+    """Records when each request ended."""
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(deployment)
-        self.began: dict[int, float] = {}
-        """Virtual time of the first token, in seconds; requests are numbered as they arrive …"""
         self.ended: dict[int, float] = {}
-        """… and of the last."""
-
-    def _first_token(self, request: SimulatedRequest) -> None:
-        super()._first_token(request)
-        self.began.setdefault(request.request_id, self.now)
+        """Virtual time of the last token, in seconds; requests are numbered as they arrive."""
 
     def _finish(self, row: Row) -> None:
         super()._finish(row)
@@ -49,18 +43,14 @@ def simulate(
     engine = kind(deployment)
     ordered = sorted(requests, key=lambda request: request.due)
     for request in ordered:
-        limit = request.output_tokens if request.says_length else None
         engine.run_until(request.due)
-        arrival = Arrival(request.due, request.prompt_tokens, request.output_tokens, limit)
+        tokens = request.output_tokens
+        arrival = Arrival(request.due, request.prompt_tokens, tokens, max_new_tokens=tokens)
         if not engine.arrive(arrival):
             reasons = ", ".join(engine.metrics.rejected)
             raise SimulationFailed(f"a simulated request was refused: {reasons}")
     engine.run_until(math.inf)
     return [
-        Outcome(
-            request,
-            engine.ended[number] - request.due + deployment.entry_seconds,
-            engine.began[number] - request.due + deployment.entry_seconds,
-        )
+        Outcome(request, engine.ended[number] - request.due + deployment.entry_seconds)
         for number, request in enumerate(ordered)
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,14 +16,15 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.num_special = len(tokenizer.encode("").ids)
         """Tokens that the tokenizer adds to every prompt."""
-        self._words: list[str] = []
+        self.words: list[str] = []
+        """Each is one token after a space."""
         for token in sorted(tokenizer.get_vocab()):
             word = token[1:]
             if token[0] == "Ġ" and word.isascii() and word.isalpha() and _is_one(tokenizer, word):
-                self._words.append(word)
-                if len(self._words) == NUM_WORDS:
+                self.words.append(word)
+                if len(self.words) == NUM_WORDS:
                     return
-        if len(self._words) < 2:
+        if len(self.words) < 2:
             raise ValueError("the tokenizer has no words of one token each")
 
     @classmethod
@@ -32,20 +32,10 @@ class Texts:
         """The texts of a checkpoint's tokenizer."""
         return cls(Tokenizer.from_file(str(model / "tokenizer.json")))
 
-    def prompt(self, num_tokens: int, *, seed: str, after: str = "") -> str:
-        """Random text of `num_tokens` tokens in all, special ones included, that begins with `after`.
-
-        `after` must be a prompt of this object. Distinct seeds share no useful prefix beyond it.
-        """
-        num_before = self.num_special + len(after.split())
-        if num_tokens < num_before:
-            raise ValueError(f"{num_before} tokens are there before the {num_tokens} begin")
-        words = random.Random(seed).choices(self._words, k=num_tokens - num_before)
-        return after + "".join(f" {word}" for word in words)
-
-    def count(self, prompts: Sequence[str]) -> int:
-        """Tokens of prompts of this object."""
-        return sum(self.num_special + len(prompt.split()) for prompt in prompts)
+    def prompt(self, num_tokens: int, *, seed: str) -> str:
+        """Random text of `num_tokens` tokens, special ones included; distinct seeds share no useful prefix."""
+        words = random.Random(seed).choices(self.words, k=num_tokens - self.num_special)
+        return "".join(f" {word}" for word in words)
 
 
 def _is_one(tokenizer: Tokenizer, word: str) -> bool:

@@ -26,12 +26,6 @@ def exponential_lengths(count: int, *, mean: float, most: int, seed: str) -> lis
     return [min(most, max(1, round(length))) for length in drawn]
 
 
-def uniform_lengths(count: int, *, least: int, most: int, seed: str) -> list[int]:
-    """Numbers of tokens from `least` to `most`."""
-    generator = random.Random(seed)
-    return [generator.randint(least, most) for _ in range(count)]
-
-
 def gaps_within(arrivals: Sequence[float], begin: float, end: float) -> Iterator[float]:
     """Seconds between consecutive tokens of one stream, for gaps that overlap `begin` to `end`."""
     for before, after in pairwise(arrivals):

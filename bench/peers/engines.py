@@ -11,7 +11,8 @@ from pathlib import Path
 
 from bench.harness.paths import PEERS_FOLDER
 from bench.peers.process import EngineProcess
-from millrace_launcher.host.threads import find_intel_openmp, plan_threads, usable_cores
+from millrace_launcher.host.threads import find_intel_openmp, plan_threads
+from millrace_proto.cores import usable_cores
 
 OURS = "millrace"
 VLLM_KV_GIGABYTES = 4
@@ -83,12 +84,9 @@ def as_it_is(model: Path) -> Path:
     return model
 
 
-def openvino_model(model: Path, weights: Sequence[str] = ("fp16",)) -> Path:
-    """The checkpoint in OpenVINO's intermediate representation, converted once.
-
-    `weights` is the exporter's format of weights, with more of its flags.
-    """
-    target = model.with_name(f"{model.name}-openvino-{weights[0]}")
+def openvino_model(model: Path) -> Path:
+    """The checkpoint in OpenVINO's intermediate representation, converted once."""
+    target = model.with_name(f"{model.name}-openvino-fp16")
     if not (target / "openvino_model.xml").exists():
         optimum = PEERS_FOLDER / "openvino" / "bin" / "optimum-cli"
         _convert(
@@ -98,8 +96,7 @@ def openvino_model(model: Path, weights: Sequence[str] = ("fp16",)) -> Path:
                 "openvino",
                 f"--model={model}",
                 "--task=text-generation-with-past",
-                f"--weight-format={weights[0]}",
-                *weights[1:],
+                "--weight-format=fp16",
                 str(target),
             ]
         )

@@ -19,6 +19,7 @@ from millrace_router.shards.wire import (
     plan_to_pb,
 )
 from millrace_shard.batch.step import StepReply
+from millrace_shard.device.pulse import PULSE
 from millrace_shard.engine.engine import Engine
 from millrace_shard.server.wire import (
     capacity_to_pb,
@@ -35,12 +36,20 @@ class InProcessShard:
     Messages are written and parsed as on the wire, so that only the transport is missing from the time.
     """
 
+    has_kv_store = False
+    """The KV ends with the engine."""
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.group = self
         self._epoch = 0
         self._number = 0
         self._replies: deque[asyncio.Future[StepReply]] = deque()
+
+    @property
+    def kv_stores(self) -> tuple[int, ...]:
+        """A number of the KV memory, which is the same for the life of the engine."""
+        return (0,)
 
     @property
     def last_sent(self) -> int:
@@ -52,9 +61,10 @@ class InProcessShard:
         message = info_to_pb(self._engine.loaded, deterministic=True, prefill_logprobs=False)
         return info_from_pb(message)
 
-    async def warm_up(self, **fields: int) -> Capacity:
+    async def warm_up(self, **fields: int | list[int]) -> Capacity:
         """Allocate the KV cache and run the largest step."""
-        future = self._engine.warm_up(warmup_from_pb(pb.WarmupRequest(**fields)))
+        request = pb.WarmupRequest(**fields)  # type: ignore[arg-type]
+        future = self._engine.warm_up(warmup_from_pb(request))
         return capacity_from_pb([capacity_to_pb(await asyncio.wrap_future(future))])
 
     def __len__(self) -> int:
@@ -63,6 +73,10 @@ class InProcessShard:
     async def health(self) -> bool:
         """Do nothing: the engine lives as long as this process."""
         return True
+
+    async def pulse(self) -> int:
+        """Return the number that every layer advances."""
+        return PULSE.value
 
     async def open(self) -> None:
         """Begin a new epoch with an empty batch."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the peers that `make bench` compares with, each in a folder of its own under bench/.peers.
 #
-#   bench/peers/install.sh [vllm] [openvino] [llama]      all three when none is named
+#   bench/peers/install.sh [vllm] [openvino] [llama] [llama-avx2]      the first three when none is named
 #
 #   PYTHON=python3.11   the interpreter of the environments; .venv's when it is there
 #   TORCH_INDEX=URL     one more package index for pip, as in the Makefile: PyTorch's CPU index,
@@ -9,7 +9,9 @@
 #   JOBS=2              compilers at once for llama.cpp
 #
 # Needs no root. vllm and openvino are wheels; llama.cpp is compiled (cmake and g++, about a quarter
-# of an hour on two cores). A peer that is already there is left alone: remove its folder to redo it.
+# of an hour on two cores). llama-avx2 is llama.cpp again, for `--instruction-set avx2`: without AVX-512 and
+# AMX, with AVX-VNNI where the CPU has it. A peer that is already there is left alone: remove its folder to
+# redo it.
 
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -74,6 +76,16 @@ install_openvino() {
     "$folder/bin/python" -c "import openvino_genai, optimum.intel"
 }
 
+# build_llama FOLDER FLAG...: compile the source in $PEERS/llama into FOLDER/build.
+build_llama() {
+    local folder=$1
+    shift
+    nice -n 19 cmake -S "$PEERS/llama/source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release \
+        -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF "$@"
+    nice -n 19 cmake --build "$folder/build" --parallel "$JOBS" --target llama-server llama-quantize
+    "$folder/build/bin/llama-server" --version
+}
+
 install_llama() {
     local folder=$PEERS/llama
     new_venv "$folder"
@@ -82,32 +94,44 @@ install_llama() {
         --no-binary llama-cpp-python --dest "$folder/sdist" "$LLAMA"
     tar -xf "$folder"/sdist/llama_cpp_python-*.tar.gz -C "$folder/sdist" --strip-components 1
     mv "$folder/sdist/vendor/llama.cpp" "$folder/source"
-    nice -n 19 cmake -S "$folder/source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
-        -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
-    nice -n 19 cmake --build "$folder/build" --parallel "$JOBS" --target llama-server llama-quantize
+    build_llama "$folder" -DGGML_NATIVE=ON
     into "$folder" "$TORCH" numpy safetensors sentencepiece transformers "$folder/source/gguf-py"
     rm -rf "$folder/sdist"
-    "$folder/build/bin/llama-server" --version
+}
+
+install_llama_avx2() {
+    local folder=$PEERS/llama-avx2 vnni=OFF
+    ensure llama
+    grep -qw avx_vnni /proc/cpuinfo && vnni=ON
+    rm -rf "$folder"
+    mkdir "$folder"
+    build_llama "$folder" -DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON \
+        -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX_VNNI=$vnni
+}
+
+# ensure PEER: install it unless it is there.
+ensure() {
+    if [ -f "$PEERS/$1/.installed" ]; then
+        say "$1 is there"
+        return
+    fi
+    say "$1: starting, $(date -u +%H:%M:%S)"
+    "install_${1//-/_}"
+    touch "$PEERS/$1/.installed"
+    say "$1: done, $(date -u +%H:%M:%S)"
 }
 
 [ $# -gt 0 ] || set -- vllm openvino llama
 for peer; do
     case $peer in
-    vllm | openvino | llama) ;;
+    vllm | openvino | llama | llama-avx2) ;;
     *)
-        say "no such peer: $peer (vllm, openvino, llama)"
+        say "no such peer: $peer (vllm, openvino, llama, llama-avx2)"
         exit 2
         ;;
     esac
 done
 mkdir -p "$PEERS"
 for peer; do
-    if [ -f "$PEERS/$peer/.installed" ]; then
-        say "$peer is there"
-        continue
-    fi
-    say "$peer: starting, $(date -u +%H:%M:%S)"
-    "install_$peer"
-    touch "$PEERS/$peer/.installed"
-    say "$peer: done, $(date -u +%H:%M:%S)"
+    ensure "$peer"
 done

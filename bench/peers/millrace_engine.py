@@ -20,15 +20,15 @@ import torch
 from bench.peers.engines import SHARD_FLAGS
 from bench.peers.in_process import InProcessShard
 from bench.peers.worker import Limits, Moments, Request, check_lengths, main
-from millrace_router.__main__ import EVENT_LOOP_MODULE
 from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
-from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenEvent, read_tokens
+from millrace_router.serving import EVENT_LOOP_MODULE
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.start.engine import new_engine
+from millrace_router.start.learned import Learned
 from millrace_router.start.running import metrics_of
 from millrace_router.start.shards import RouterDeployment, num_slots, prefill_tokens
 from millrace_router.text.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ async def _assemble(shard: InProcessShard, config: RouterConfig, tokenizer: Toke
         cast("StepChannel", shard),
         tokenizer,
         metrics_of(deployment),
-        cost=CostModel(),
+        learned=Learned(),
         launcher=LauncherChannel(None),
     )
     return engine.batcher

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from bench.harness.machine import has_amx
+from bench.harness.machine import CAPABILITY, has_amx
 from bench.harness.paths import PEERS_FOLDER
 from bench.harness.server import RunningServer, free_port, running, serving
+from bench.peers.dialects import LLAMA, VLLM
 from bench.peers.engines import OURS, gguf_model, vllm_environment
 from bench.peers.worker import Limits
-from millrace.load.apis import LLAMA, VLLM
 
 OUR_FLAGS = ("--prefix-caching=off",)
 """The launcher's defaults without the prefix cache, because each repetition sends the same prompts."""
@@ -36,12 +39,34 @@ class Server:
         return self.program is None or self.program.exists()
 
 
+HELD = {"avx2": {CAPABILITY: "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}}
+"""By instruction set: the environment that holds torch, our kernels and oneDNN to it."""
+
+
+def hold_to(instruction_set: str | None) -> None:
+    """Start this program again, with the same arguments, in the environment that holds it to an instruction set.
+
+    torch reads its environment once. Returns where there is nothing to change.
+    """
+    held = HELD.get(instruction_set or "", {})
+    if held.items() - os.environ.items():
+        os.execve(sys.executable, sys.orig_argv, os.environ | held)
+
+
+HELP = "hold our server and llama.cpp (`bench/peers/install.sh llama-avx2`) to it"
+
+
 def start_ours(
-    model: Path, limits: Limits, log: Path, flags: Sequence[str]
+    model: Path,
+    limits: Limits,
+    log: Path,
+    flags: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[RunningServer]:
     """The launcher."""
     del limits
-    return serving(model, log=log, flags=(*OUR_FLAGS, *flags))
+    return serving(model, log=log, flags=(*OUR_FLAGS, *flags), environment=environment)
 
 
 def start_vllm(
@@ -71,15 +96,20 @@ def start_vllm(
 
 
 def start_llama(
-    model: Path, limits: Limits, log: Path, flags: Sequence[str]
+    model: Path,
+    limits: Limits,
+    log: Path,
+    flags: Sequence[str],
+    *,
+    folder: Path = PEERS_FOLDER / "llama",
 ) -> AbstractContextManager[RunningServer]:
-    """llama.cpp's server with a slot for each stream."""
+    """llama.cpp's server, of the build in `folder`, with a slot for each stream."""
     del flags
     # With weights rearranged for AMX this version ends with a segmentation fault on a file in Q4_1.
     repacking = ["--no-repack"] if model.suffix == ".gguf" and has_amx() else []
     port = free_port()
     command = [
-        str(PEERS_FOLDER / "llama" / "build" / "bin" / "llama-server"),
+        str(folder / "build" / "bin" / "llama-server"),
         f"--model={gguf_model(model)}",
         "--host",
         "127.0.0.1",
@@ -101,3 +131,22 @@ SERVERS = (
     Server(name="vllm", program=PEERS_FOLDER / "vllm" / ".installed", start=start_vllm),
     Server(name="llama.cpp", program=PEERS_FOLDER / "llama" / ".installed", start=start_llama),
 )
+
+
+def servers_held_to(instruction_set: str | None) -> tuple[Server, ...]:
+    """Our server and llama.cpp's, which can be held to an instruction set; with None, every server as it is."""
+    if instruction_set is None:
+        return SERVERS
+    folder = PEERS_FOLDER / f"llama-{instruction_set}"
+    return (
+        Server(
+            name=OURS,
+            program=None,
+            start=partial(start_ours, environment=HELD[instruction_set]),
+        ),
+        Server(
+            name="llama.cpp",
+            program=folder / ".installed",
+            start=partial(start_llama, folder=folder),
+        ),
+    )

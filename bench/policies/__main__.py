@@ -1,9 +1,8 @@
 """`python -m bench.policies`: no batching, static batching and continuous batching on one engine.
 
 `variance`: throughput over the variance of output lengths. `latency`: the distribution of request latency at three
-rates. `load`: latency per token over throughput, at four batch sizes. Each one prints a table and draws an SVG chart
-into the folder of `--out`. `--record` writes each table to bench/results, and the charts to docs/images instead.
-`--quick` only shows that everything runs.
+rates. Each one prints a table and draws an SVG chart into the folder of `--out`. `--record` writes each table to
+bench/results, and the charts to docs/images instead. `--quick` only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from collections.abc import Sequence
 
 from bench.parts import run
 from bench.parts.simulation import SimulationFailed
-from bench.policies import latency, load, variance
+from bench.policies import latency, variance
 from millrace.simulate.config import ConfigError
 from millrace.simulate.engine import StuckError
 
-PARTS = {
-    experiment.name: experiment
-    for experiment in (variance.EXPERIMENT, latency.EXPERIMENT, load.EXPERIMENT)
-}
+PARTS = {part.name: part for part in (variance.EXPERIMENT, latency.EXPERIMENT)}
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -32,7 +32,7 @@ class Experiment(Question):
                 for title, value in figures.items():
                     sample = Sample(value, fixture.other_cores)
                     samples[name].setdefault(title, []).append(sample)
-        return table_of({name: row for name, row in samples.items() if row})
+        return table_of(samples)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from bench.policies.outcomes import (
     beside_simulation,
     conclude_ratios,
     outcomes_of,
-    ratio_in_hindsight,
     simulated,
 )
 from millrace.charts.lines import Panel, curves
@@ -149,11 +148,9 @@ EXPERIMENT = Experiment(
         " policy. Latency: from the arrival to the last token, which is sent at once under every policy. A"
         " rate beyond the capacity of a policy makes"
         " its queue grow, so its latencies depend on the length of the run. The simulator has the costs that"
-        " the server has learned before the run, in hindsight those after it."
+        " the server has learned before the run."
     ),
-    cases=tuple(
-        Case(case_name(share, policy), amount=share) for share in SHARES for policy in CONTENDERS
-    ),
+    cases=tuple(Case(case_name(share, policy)) for share in SHARES for policy in CONTENDERS),
     run=run,
     conclude=conclude,
     chart=chart,
@@ -163,7 +160,6 @@ EXPERIMENT = Experiment(
         for title in (
             *(() if percent in SHOWN else (column(percent),)),
             *(() if column(percent) in COMPARED else (simulated(column(percent)),)),
-            ratio_in_hindsight(column(percent)),
         )
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from statistics import median
 
 from bench.parts.client import Answer, Request
 from bench.parts.outcome import Outcome
@@ -30,11 +29,6 @@ def tokens_per_second(outcomes: Sequence[Outcome]) -> float:
     return sum(o.request.output_tokens for o in outcomes) / seconds
 
 
-def median_normalised_ms(outcomes: Sequence[Outcome]) -> float:
-    """Median over requests of the latency per output token."""
-    return median(outcome.normalised_ms for outcome in outcomes)
-
-
 def simulated(title: str) -> str:
     """The title of the column with the simulated figure."""
     return f"simulated {title}"
@@ -45,14 +39,7 @@ def ratio(title: str) -> str:
     return f"{title}: ratio"
 
 
-def ratio_in_hindsight(title: str) -> str:
-    """The same with the costs that the server has learned in the run itself."""
-    return f"{title}: ratio in hindsight"
-
-
-def side_by_side(
-    measured: Figures, predicted: Figures, hindsight: Figures, *, ratios_of: Collection[str]
-) -> Figures:
+def side_by_side(measured: Figures, predicted: Figures, *, ratios_of: Collection[str]) -> Figures:
     """Measured and simulated figures, and simulated over measured for the titles in `ratios_of`."""
     found = {}
     for title, value in measured.items():
@@ -60,7 +47,6 @@ def side_by_side(
         found[simulated(title)] = predicted[title]
         if title in ratios_of:
             found[ratio(title)] = predicted[title] / value
-            found[ratio_in_hindsight(title)] = hindsight[title] / value
     return found
 
 
@@ -72,19 +58,16 @@ def beside_simulation(
     figures: Callable[[Sequence[Outcome]], Figures],
     ratios_of: Collection[str],
 ) -> Figures:
-    """Figures of the answers, and of simulations with the costs that the server has learned before and after them."""
+    """Figures of the answers, and of a simulation with the costs that the server has learned before them."""
     engine = ENGINES.get(policy, TimedEngine)
     predicted = simulate(deployment_of(url), asked, engine)
-    outcomes = answered()
-    hindsight = simulate(deployment_of(url), asked, engine)
-    return side_by_side(*map(figures, (outcomes, predicted, hindsight)), ratios_of=ratios_of)
+    return side_by_side(figures(answered()), figures(predicted), ratios_of=ratios_of)
 
 
 def conclude_ratios(table: Table, titles: Sequence[str]) -> str:
     """One sentence that names each figure whose simulation is off by more than the tolerance."""
     off = [
         f"{name}, {title}: {row[ratio(title)].median:.2f}"
-        f" ({row[ratio_in_hindsight(title)].median:.2f} in hindsight)"
         for name, row in table.items()
         for title in titles
         if ratio(title) in row and abs(row[ratio(title)].median - 1) > TOLERANCE

@@ -13,8 +13,6 @@ from bench.parts.fixture import Fixture
 from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Table
 from bench.parts.workloads import exponential_lengths
-from bench.peers.process import EngineError
-from bench.policies import padded
 from bench.policies.experiment import (
     CONTINUOUS,
     NAIVE,
@@ -44,7 +42,6 @@ NUM_ALONE = 16
 GOAL = 4.0
 """Goal: continuous over naive static batching at the highest variance."""
 RATE, SPREAD = "tokens/s", "variance of lengths"
-CONTENDERS = (*POLICIES, padded.NAME)
 
 
 def case_name(cap: int, policy: str) -> str:
@@ -100,30 +97,16 @@ def served(fixture: Fixture, policy: str) -> dict[str, Figures]:
 
 
 def run(fixture: Fixture) -> Iterator[tuple[str, Figures]]:
-    """Every policy, and then `transformers`, whose failure only leaves its rows out."""
+    """Every policy at every cap."""
     for policy in POLICIES:
         yield from served(fixture, policy).items()
-    drawn = {cap: lengths(fixture, cap) for cap in CAPS}
-    batch_size = fixture.sized(BATCH_SIZE, 4)
-    try:
-        rates = padded.rates(fixture, drawn, prompt_tokens=PROMPT_TOKENS, batch_size=batch_size)
-    except EngineError as error:
-        say(f"variance: {error}")
-        return
-    for cap, rate in rates.items():
-        figures = {SPREAD: statistics.pvariance(drawn[cap]), RATE: rate}
-        yield case_name(cap, padded.NAME), figures
 
 
 def conclude(table: Table) -> Sequence[str]:
     """Continuous over each other at each cap, the goal, and points that are simulated badly."""
     lines, best = [], 0.0
     for cap in CAPS:
-        rates = {
-            policy: table[name][RATE].median
-            for policy in CONTENDERS
-            if (name := case_name(cap, policy)) in table
-        }
+        rates = {policy: table[case_name(cap, policy)][RATE].median for policy in POLICIES}
         times = [
             f"{rates[CONTINUOUS] / rate:.2f} times {policy}"
             for policy, rate in rates.items()
@@ -142,13 +125,10 @@ def chart(title: str, table: Table) -> str:
     """Throughput over the cap, a line for each policy."""
 
     def points(column: str) -> dict[str, list[tuple[float, float]]]:
-        found: dict[str, list[tuple[float, float]]] = {}
-        for policy in CONTENDERS:
-            for cap in CAPS:
-                row = table.get(case_name(cap, policy), {})
-                if column in row:
-                    found.setdefault(policy, []).append((cap, row[column].median))
-        return found
+        return {
+            policy: [(cap, table[case_name(cap, policy)][column].median) for cap in CAPS]
+            for policy in POLICIES
+        }
 
     panel = Panel(
         title="Output tokens per second",
@@ -168,17 +148,14 @@ EXPERIMENT = Experiment(
         f" {PROMPT_TOKENS} tokens at once, batches of at most {BATCH_SIZE}, answers from an exponential"
         f" distribution of mean {MEAN_OUTPUT} tokens (at least 1) that is capped at each of the values; every"
         " cap cuts the same draws. Clients announce the exact length, which ends the answer, and get it in"
-        f" one piece. `none` answers the first {NUM_ALONE} prompts and `transformers` the first batch, since"
-        " their rates do not depend on the number. A static batch is formed of the requests that wait when"
+        f" one piece. `none` answers the first {NUM_ALONE} prompts, since its rate does not depend on their"
+        " number. A static batch is formed of the requests that wait when"
         " the batch is empty, so these policies get a request before the prompts, and time counts from its"
-        " end; for `continuous` it counts from the sending. `transformers` is `generate` in bfloat16 with"
-        " left padding until the longest answer of the batch ends; only tokens that a request asked for"
-        " count. The simulator has the costs that the server has learned before the run, in hindsight those"
-        " after it."
+        " end; for `continuous` it counts from the sending. The simulator has the costs that the server has"
+        " learned before the run."
     ),
-    cases=tuple(Case(case_name(cap, policy), amount=cap) for cap in CAPS for policy in CONTENDERS),
+    cases=tuple(Case(case_name(cap, policy)) for cap in CAPS for policy in POLICIES),
     run=run,
     conclude=conclude,
     chart=chart,
-    hidden=(f"{RATE}: ratio in hindsight",),
 )

@@ -25,12 +25,12 @@ from bench.harness.repeats import Repeated, figure, ratio_text
 from bench.harness.server import RunningServer, ServerError
 from bench.harness.tables import markdown
 from bench.peers.engines import OURS
-from bench.peers.servers import SERVERS, Server
+from bench.peers.servers import HELD, HELP, Server, servers_held_to
 from bench.peers.worker import Limits
 from bench.quantized.formats import BFLOAT16, FORMATS, ensure_format, file_bytes
 from millrace.load.levels import closed, parse_level
 from millrace.load.measurement import Measurement
-from millrace_launcher.host.threads import usable_cores
+from millrace_proto.cores import usable_cores
 
 BASE = f"{OURS} {BFLOAT16}"
 LEVELS = (
@@ -52,10 +52,19 @@ TITLES = (
 )
 
 
-def server_of(name: str, model: str, flags: Sequence[str]) -> Server:
-    """The server `engine:format` on the checkpoint `model` in that format."""
+def server_of(
+    name: str, model: str, flags: Sequence[str], instruction_set: str | None = None
+) -> Server:
+    """The server `engine:format` on the checkpoint `model` in that format.
+
+    Raises ValueError for an engine that is unknown, or cannot be held to the instruction set.
+    """
     engine, _, form = name.partition(":")
-    peer = next(server for server in SERVERS if server.name == engine)
+    servers = {server.name: server for server in servers_held_to(instruction_set)}
+    if engine not in servers:
+        held = f" held to {instruction_set}" if instruction_set else ""
+        raise ValueError(f"{engine} is no server{held}; these are: {', '.join(servers)}")
+    peer = servers[engine]
     path = ensure_format(model, form)
 
     def start(
@@ -108,13 +117,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--flags", type=shlex.split, default=[], help="more, for our launcher")
     parser.add_argument("--levels", nargs="+", type=parse_level, default=list(LEVELS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--instruction-set", choices=tuple(HELD), help=HELP)
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> Record:
     """Measure every level on every server. Raises ServerError or ValueError when ours fails."""
     names = [*(f"{OURS}:{form}" for form in options.ours), *options.peers]
-    servers = [server_of(name, options.model, options.flags) for name in names]
+    servers = [
+        server_of(name, options.model, options.flags, options.instruction_set) for name in names
+    ]
     for name in (server.name for server in servers if not server.is_installed):
         say(f"{name} is not installed")
     plan = Plan(

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from bench.harness.paths import OUT, ROOT
 from bench.harness.tables import markdown
-from bench.peers.servers import start_llama
+from bench.peers.servers import HELD, HELP, Server, hold_to, servers_held_to
 from bench.peers.worker import Limits
-from millrace_launcher.host.threads import usable_cores
+from millrace_proto.cores import usable_cores
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 from millrace_shard.weights.gguf.folder import prepare_gguf
@@ -42,22 +43,26 @@ def main() -> int:
     )
     parser.add_argument("file", type=Path, help="a GGUF file")
     parser.add_argument("--beginnings", type=int, default=40)
+    parser.add_argument("--instruction-set", choices=tuple(HELD), help=HELP)
     arguments = parser.parse_args()
+    hold_to(arguments.instruction_set)
     file = arguments.file
     folder = prepare_gguf(file, OUT / "gguf", tokenizer=None)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prefixes = beginnings(tokenizer, arguments.beginnings)
+    load_operators()
     truth = ours(folder, PlainKernels(deterministic=True), torch.float32, prefixes)
     found = {
         f"ours, {'int8' if integer else 'exact'} activations": ours(
             folder,
-            choose_kernels(CPU, torch.bfloat16, deterministic=True, shapes=[], integer=integer),
+            CpuKernels(deterministic=True, integer=integer),
             torch.bfloat16,
             prefixes,
         )
         for integer in (False, True)
     }
-    found["llama.cpp"] = theirs(file, prefixes, truth.shape[1])
+    peers = {each.name: each for each in servers_held_to(arguments.instruction_set)}
+    found["llama.cpp"] = theirs(peers["llama.cpp"], file, prefixes, truth.shape[1])
     rows = []
     for name, logprobs in found.items():
         kl = (truth.exp() * (truth - logprobs)).sum(-1)
@@ -84,13 +89,7 @@ def ours(folder: Path, kernels: Kernels, dtype: torch.dtype, prefixes: list[list
     for ids in prefixes:
         batch = ragged_batch([len(ids)], [len(ids)], block_size=kernels.block_size)
         cache = [
-            kernels.new_cache(
-                num_blocks=int(batch.block_tables.max()) + 1,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                dtype=dtype,
-                device=CPU,
-            )
+            layer.new_cache(kernels, int(batch.block_tables.max()) + 1, dtype, CPU)
             for layer in model.geometry.layers
         ]
         for layer in cache:
@@ -100,7 +99,7 @@ def ours(folder: Path, kernels: Kernels, dtype: torch.dtype, prefixes: list[list
     return torch.cat(found)
 
 
-def theirs(file: Path, prefixes: list[list[int]], size: int) -> Tensor:
+def theirs(peer: Server, file: Path, prefixes: list[list[int]], size: int) -> Tensor:
     """The same of llama.cpp's server."""
     limits = Limits(
         max_streams=1, max_tokens=LENGTH + 8, kv_tokens=LENGTH + 8, threads=usable_cores()
@@ -108,7 +107,7 @@ def theirs(file: Path, prefixes: list[list[int]], size: int) -> Tensor:
     found = torch.full((len(prefixes), size), -100.0)
     with (
         tempfile.TemporaryDirectory() as folder,
-        start_llama(file, limits, Path(folder) / "log", ()) as server,
+        peer.start(file, limits, Path(folder) / "log", ()) as server,
         httpx.Client(base_url=server.url, timeout=SECONDS) as client,
     ):
         for row, ids in enumerate(prefixes):

@@ -1,4 +1,4 @@
-"""`python -m bench.quantized.steps`: what do weights of 4 and 8 bits bring on CPU, against our own bfloat16?
+"""`python -m bench.quantized.steps`: the speed of weights of 4 and 8 bits on CPU, against our own bfloat16.
 
 Whole steps of a decoder with random weights, head included, one kind after the other in each round. Printed are
 milliseconds of bfloat16 and the ratio of each kind to it, both of medians: thread CPU time with one thread, wall time
@@ -8,18 +8,21 @@ with more.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from bench.kernels import HEAD_DIM, SHAPES, Shape, new_cache, weight
+from bench.gpu.engine.scale import LLAMA_8B
+from bench.harness import checkpoints
+from bench.harness.checkpoints import Shape
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import Kernels, Layer
+from millrace_shard.kernels.base import Kernels, Layer, LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.int8_linear import int8_weight
 from millrace_shard.kernels.cpu.operators import CpuKernels
@@ -30,12 +33,15 @@ from millrace_shard.kernels.layer_weights import (
     NormWeights,
     Rotation,
 )
-from millrace_shard.kernels.quantized import QuantizedTensor
+from millrace_shard.kernels.lora.adapter_table import AdapterTable, LoraPart, LoraSite
+from millrace_shard.kernels.quantized import CodeFormat, QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 
+SHAPES = {**{name.upper(): shape for name, shape in checkpoints.SHAPES.items()}, "8B": LLAMA_8B}
 DTYPE = torch.bfloat16
+CPU = torch.device("cpu")
 EPS = 1e-5
-NUM_BLOCKS = 32 * 8 + 40
+CACHE_TOKENS = 16384
 LONGEST = 16384
 STEPS = {
     "1 row": ([256], [1]),
@@ -52,17 +58,14 @@ def as_it_is(dense: Tensor) -> Tensor:
 
 
 def int4(dense: Tensor) -> QuantizedTensor:
-    """Integers of 4 bits in groups of 128 inputs; scales are float16, as in GPTQ's files."""
+    """Random integers of 4 bits in groups of 128 inputs."""
     outputs, inputs = dense.shape
-    groups = F.pad(dense.float(), (0, -inputs % 128)).view(outputs, -1, 128)
-    scales = (groups.abs().amax(-1) / 7).half().float()
-    codes = (groups / scales.unsqueeze(-1)).round().clamp(-8, 7) + 8
-    return QuantizedTensor(
-        codes=codes.view(outputs, -1)[:, :inputs].to(torch.uint8).contiguous(),
-        values=torch.arange(16.0) - 8,
-        scales=scales,
-        group_size=128,
-    )
+    return CodeFormat(values=tuple(range(-8, 8)), group_size=128).random(outputs, inputs, CPU)
+
+
+def weight(rows: int, columns: int) -> Tensor:
+    """A random weight of a realistic scale."""
+    return torch.randn(rows, columns, dtype=DTYPE) * 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +88,74 @@ KINDS = {
 
 
 class Model:
-    """Random weights of one kind."""
+    """Random weights of one kind; `table` gets the sites of its layers, for adapters."""
 
-    def __init__(self, shape: Shape, kind: Kind) -> None:
+    def __init__(self, shape: Shape, kind: Kind, table: AdapterTable | None = None) -> None:
         self.shape = shape
+        self._table = table
         self.kernels: Kernels = CpuKernels(deterministic=True, integer=kind.integer)
-        rotation = Rotation(table=torch.randn(LONGEST, HEAD_DIM))
-        layers = [self._layer(kind, rotation) for _ in range(shape.layers)]
+        rotation = Rotation(table=torch.randn(LONGEST, shape.head_size))
+        layers = [self._layer(kind, rotation) for _ in range(shape.num_layers)]
         self._layers = self.kernels.layers(layers, None)
-        self._caches = [new_cache(self.kernels, shape, NUM_BLOCKS) for _ in range(shape.layers)]
-        self._embedding = weight(shape.vocab, shape.hidden)
-        self._norm = torch.ones(shape.hidden, dtype=DTYPE)
+        self._caches = [self._new_cache() for _ in range(shape.num_layers)]
+        self._embedding = weight(shape.vocab_size, shape.hidden_size)
+        self._norm = torch.ones(shape.hidden_size, dtype=DTYPE)
         self._head = self.kernels.head_from(_stored(kind.head(self._embedding)))
 
     def _layer(self, kind: Kind, rotation: Rotation) -> Layer:
         shape = self.shape
-        linears = {name: self.linear(kind, name, size) for name, size in shape.linears().items()}
-        norm = NormWeights(weight=torch.ones(shape.hidden, dtype=DTYPE), eps=EPS)
+        hidden, inner, size = shape.hidden_size, shape.intermediate_size, shape.head_size
+        norm = NormWeights(weight=torch.ones(hidden, dtype=DTYPE), eps=EPS)
+
+        def linear(inputs: int, *outputs: int) -> LinearWeights:
+            weights = _stored(kind.layers(weight(sum(outputs), inputs)))
+            return replace(weights, lora=self._site(inputs, outputs))
+
         attention = AttentionWeights(
             norm=norm,
-            qkv=linears["qkv"],
-            out=linears["out"],
-            num_heads=shape.heads,
-            num_kv_heads=shape.kv_heads,
-            head_dim=HEAD_DIM,
-            scale=HEAD_DIM**-0.5,
+            qkv=linear(
+                hidden, *(n * size for n in (shape.num_heads, *[shape.num_key_value_heads] * 2))
+            ),
+            out=linear(hidden, hidden),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_key_value_heads,
+            head_dim=size,
+            scale=size**-0.5,
             rotation=rotation,
         )
-        mlp = MlpWeights(norm=norm, gate_up=linears["gate_up"], down=linears["down"])
+        mlp = MlpWeights(
+            norm=norm, gate_up=linear(hidden, inner, inner), down=linear(inner, hidden)
+        )
         return Layer(self.kernels.attention(attention), self.kernels.mlp(mlp))
 
-    def linear(self, kind: Kind, name: str, size: tuple[int, int]) -> LinearWeights:
-        """Weights [out, in] of the linear `name` of a layer."""
-        del name
-        return _stored(kind.layers(weight(*size)))
+    def _site(self, inputs: int, outputs: Sequence[int]) -> LoraSite | None:
+        if self._table is None:
+            return None
+        starts = itertools.accumulate(outputs, initial=0)
+        parts = [
+            LoraPart(
+                name=f"module {len(self._table.parts) + number}",
+                inputs=inputs,
+                outputs=count,
+                input_range=(0, inputs),
+                output_range=(0, count),
+                first_output=start,
+            )
+            for number, (count, start) in enumerate(zip(outputs, starts, strict=False))
+        ]
+        return self._table.add_site(parts)
+
+    def _new_cache(self) -> LayerCache:
+        num_blocks = CACHE_TOKENS // self.kernels.block_size
+        cache = self.kernels.new_cache(
+            num_blocks=num_blocks,
+            num_kv_heads=self.shape.num_key_value_heads,
+            head_dim=self.shape.head_size,
+            dtype=DTYPE,
+            device=CPU,
+        )
+        self.kernels.zero_blocks(cache, torch.arange(num_blocks))
+        return cache
 
     def step(self, contexts: list[int], queries: list[int]) -> Callable[[], Tensor]:
         """One forward pass, ready to call."""
@@ -134,7 +171,7 @@ class Model:
 
 
 def _stored(part: Tensor | QuantizedTensor) -> LinearWeights:
-    return LinearWeights(StoredWeight((part,), DTYPE, torch.device("cpu")))
+    return LinearWeights(StoredWeight((part,), DTYPE, CPU))
 
 
 def medians(calls: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
@@ -169,7 +206,7 @@ def main() -> None:
     for name in arguments.shapes.split(","):
         shape = SHAPES[name]
         if arguments.layers is not None:
-            shape = replace(shape, layers=arguments.layers)
+            shape = replace(shape, num_layers=arguments.layers)
         models = {kind: Model(shape, each) for kind, each in kinds.items()}
         for label, (contexts, queries) in STEPS.items():
             calls = {kind: model.step(contexts, queries) for kind, model in models.items()}

@@ -7,6 +7,7 @@ figures are CPU time of the router's process, which other load hardly changes.
     python -m bench.router                      # every part
     python -m bench.router --parts cost --routes generate_stream --streams 128 --tokens 256
     python -m bench.router --parts parsers traces journal kv-events     # with and without a feature, in turn
+    python -m bench.router --parts schemas bodies texts                 # beside a hostile client
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from pathlib import Path
 from statistics import median
 
 from bench.harness.paths import OUT
+from bench.harness.scrape import parse
 from bench.router.event_counter import count_streams
+from bench.router.hostile import bodies, schemas, texts
 from bench.router.kv_events import kv_events
 from bench.router.rig import ROUTES, Rig, measured, request, rig, stream
 from bench.router.variants import journal, parsers, traces
 
-PARTS = ("cost", "hidden", "memory", "journal", "parsers", "traces", "kv-events")
+PARTS = (
+    *("cost", "hidden", "memory", "journal", "parsers", "traces", "kv-events"),
+    *("schemas", "bodies", "texts"),
+)
 FORWARD_MS = (5.0, 17.0)
 HIDDEN_STREAMS = 32
 HIDDEN_SECONDS = 3.0
@@ -99,10 +105,7 @@ def memory(options: argparse.Namespace) -> None:
 
 def _waiting(at: Rig) -> int:
     with urllib.request.urlopen(f"{at.server.url}/metrics") as answer:
-        for line in answer.read().decode().splitlines():
-            if line.startswith("millrace_requests_waiting "):
-                return int(float(line.split()[1]))
-    return 0
+        return int(parse(answer.read().decode()).get("millrace_requests_waiting", 0))
 
 
 def main() -> int:
@@ -128,6 +131,9 @@ def main() -> int:
         "parsers": parsers,
         "traces": traces,
         "kv-events": kv_events,
+        "schemas": schemas,
+        "bodies": bodies,
+        "texts": texts,
     }
     for part in options.parts:
         parts[part](options)

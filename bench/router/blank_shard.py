@@ -1,9 +1,9 @@
-"""A shard that computes nothing, to measure the router alone: `python -m bench.router.blank_shard ADDRESS …`.
+"""Shards that compute nothing, to measure routers alone: `python -m bench.router.blank_shard ADDRESS ...`.
 
-It implements the whole wire of steps, answers every row with a token prepared in advance, and takes a
-given time for each step. It counts the time without a step to run, which is the part of router and wire
-that the forward pass does not hide. For each line on standard input it prints the counts since the last
-one, as JSON. The end of standard input ends the process.
+Each implements the whole wire of steps, answers every row with a token prepared in advance, and takes for each step
+the time that a cost model says. It counts the time without a step to run, which is the part of router and wire
+that the forward pass does not hide. For each line on standard input the counts of the first shard since the last one
+are printed, as JSON. The end of standard input ends the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
@@ -24,10 +24,14 @@ import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_router.prediction.cost import COEFFICIENTS
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 15
-MAX_TOKENS = 4096
+MAX_TOKENS = 8192
+"""The longest prompt with its answer."""
+CONTEXT_FREE = ("decode_context_token", "prefill_pair")
+"""Coefficients that the shards ignore: they do not know how long contexts are."""
 FIRST_TOKEN = 320
 """Lower ids are control tokens and single bytes, which are rare in text; a smaller vocabulary is used whole."""
 NUM_PREPARED = 1 << 14
@@ -50,17 +54,14 @@ class BlankShard(pb_grpc.ShardServiceServicer):
     """One reader and one engine thread for each stream, as in the real shard."""
 
     def __init__(
-        self,
-        *,
-        vocab_size: int,
-        forward_seconds: float,
-        num_blocks: int = NUM_BLOCKS,
-        max_tokens: int = MAX_TOKENS,
+        self, costs: Mapping[str, float], *, vocab_size: int, num_blocks: int = NUM_BLOCKS
     ) -> None:
+        """`costs` has coefficients of the cost model; raises ValueError if a step would depend on contexts."""
+        if any(costs.get(name) for name in CONTEXT_FREE):
+            raise ValueError(f"{' and '.join(CONTEXT_FREE)} have to be 0")
+        self._costs = {**dict.fromkeys(COEFFICIENTS, 0.0), **costs}
         self._vocab_size = vocab_size
-        self._forward_seconds = forward_seconds
         self._num_blocks = num_blocks
-        self._max_tokens = max_tokens
         generator = random.Random(0)
         single = Struct("<f")
         ids = generator.choices(
@@ -78,11 +79,15 @@ class BlankShard(pb_grpc.ShardServiceServicer):
             dtype="float32",
             device_type="cpu",
             vocab_size=self._vocab_size,
-            max_position_embeddings=self._max_tokens,
+            max_position_embeddings=MAX_TOKENS,
             block_size=BLOCK_SIZE,
             world_size=1,
             attention="none",
         )
+
+    def Blocks(self, _: pb.BlocksRequest, context: grpc.ServicerContext) -> pb.BlocksResponse:  # noqa: N802, ARG002
+        """Report that no KV outlives this shard."""
+        return pb.BlocksResponse()
 
     def End(self, _: pb.EndRequest, context: grpc.ServicerContext) -> pb.EndResponse:  # noqa: N802, ARG002
         """Refuse to end: no supervisor restarts this shard."""
@@ -97,8 +102,8 @@ class BlankShard(pb_grpc.ShardServiceServicer):
         return pb.WarmupResponse(
             num_blocks=self._num_blocks,
             max_batch_total_tokens=(self._num_blocks - 1) * BLOCK_SIZE,
-            max_total_tokens=self._max_tokens,
-            max_input_tokens=self._max_tokens - 1,
+            max_total_tokens=MAX_TOKENS,
+            max_input_tokens=MAX_TOKENS - 1,
         )
 
     def CompileGrammar(  # noqa: N802
@@ -116,6 +121,16 @@ class BlankShard(pb_grpc.ShardServiceServicer):
     ) -> pb.LoadAdapterResponse:
         """Accept every adapter, and ignore it."""
         return pb.LoadAdapterResponse()
+
+    def PutImage(  # noqa: N802
+        self,
+        requests: Iterator[pb.PutImageRequest],
+        context: grpc.ServicerContext,  # noqa: ARG002
+    ) -> pb.PutImageResponse:
+        """Accept every image, and ignore it."""
+        for _ in requests:
+            pass
+        return pb.PutImageResponse()
 
     def UnloadAdapter(  # noqa: N802
         self,
@@ -152,9 +167,17 @@ class BlankShard(pb_grpc.ShardServiceServicer):
             answers.put(answer)
         answers.put(None)
 
-    def seconds(self, request: pb.StepRequest) -> float:  # noqa: ARG002
+    def seconds(self, request: pb.StepRequest) -> float:
         """The duration of a step's forward pass."""
-        return self._forward_seconds
+        costs = self._costs
+        if request.WhichOneof("work") == "decode":
+            return costs["step"] + costs["decode_row"] * len(request.decode.decode_slots)
+        prefill = request.prefill
+        rows = costs["decode_row"] * len(prefill.decode_slots)
+        chunks = costs["prefill_token"] * sum(prefill.chunk_tokens)
+        if prefill.chunk_tokens:
+            chunks += costs["prefill_step"]
+        return costs["step"] + rows + chunks
 
     def _next(self, steps: StepQueue, *, counted: bool) -> pb.StepRequest | None:
         try:
@@ -190,11 +213,12 @@ def _read(requests: Iterator[pb.StepRequest], steps: StepQueue) -> None:
 def _rows(request: pb.StepRequest, left: dict[int, int]) -> list[int] | None:
     """Slots that yield a token, or None when the step has no forward pass; `left` counts prompt tokens by slot."""
     work = request.WhichOneof("work")
+    for change in (request.prefill.change, request.decode.change, request.encode.change):
+        for admitted in change.admitted:
+            left[admitted.slot] = len(admitted.input_ids) - admitted.cached_tokens
     if work not in {"prefill", "decode"}:
         return None
     step = request.prefill if work == "prefill" else request.decode
-    for admitted in step.change.admitted:
-        left[admitted.slot] = len(admitted.input_ids) - admitted.cached_tokens
     slots = []
     if work == "prefill":
         chunks = request.prefill
@@ -209,24 +233,28 @@ def _rows(request: pb.StepRequest, left: dict[int, int]) -> list[int] | None:
 def main() -> int:
     """Serve until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m bench.router.blank_shard", description=__doc__)
-    parser.add_argument("address", help="gRPC target, such as unix:/tmp/x")
+    parser.add_argument("addresses", nargs="+", help="gRPC targets, such as unix:/tmp/x")
     parser.add_argument("--vocab-size", type=int, required=True)
-    parser.add_argument("--forward-ms", type=float, default=0.0)
     parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS)
+    parser.add_argument("--costs", type=json.loads, default={}, help="coefficients, as JSON")
     options = parser.parse_args()
-    shard = BlankShard(
-        vocab_size=options.vocab_size,
-        forward_seconds=options.forward_ms / 1e3,
-        num_blocks=options.num_blocks,
-    )
-    server = grpc.server(ThreadPoolExecutor(8))
-    pb_grpc.add_ShardServiceServicer_to_server(shard, server)
-    server.add_insecure_port(options.address)
-    server.start()
+    shards, servers = [], []
+    for address in options.addresses:
+        shard = BlankShard(
+            options.costs, vocab_size=options.vocab_size, num_blocks=options.num_blocks
+        )
+        server = grpc.server(ThreadPoolExecutor(8))
+        pb_grpc.add_ShardServiceServicer_to_server(shard, server)
+        server.add_insecure_port(address)
+        server.start()
+        shards.append(shard)
+        servers.append(server)
+    first = shards[0]
     for _ in sys.stdin:
-        counts, shard.counts = shard.counts, Counts()
+        counts, first.counts = first.counts, Counts()
         print(json.dumps(asdict(counts)), flush=True)
-    server.stop(grace=None).wait()
+    for server in servers:
+        server.stop(grace=None).wait()
     return 0
 
 

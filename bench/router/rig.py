@@ -57,26 +57,53 @@ class Rig:
         return resident
 
 
+def vocab_size_of(model: Path) -> int:
+    """The number of ids of the model's tokenizer."""
+    size: int = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
+    return size
+
+
+def shards_command(
+    model: Path, addresses: Sequence[str], costs: Mapping[str, float], *flags: str
+) -> list[str]:
+    """The command of blank shards at `addresses`, with the vocabulary of `model` and the coefficients `costs`."""
+    return [
+        *(sys.executable, "-m", "bench.router.blank_shard", *addresses, *flags),
+        *(f"--vocab-size={vocab_size_of(model)}", f"--costs={json.dumps(dict(costs))}"),
+    ]
+
+
+def router_command(model: Path, address: str, port: int) -> list[str]:
+    """The command of a router with the tokenizer of `model` and the shard at `address`."""
+    return [
+        *(sys.executable, "-m", "millrace_router", f"--model-folder={model}"),
+        *(f"--shard-addresses={address}", f"--port={port}", "--hostname=127.0.0.1"),
+        "--max-concurrent-requests=4096",
+    ]
+
+
 @contextmanager
 def rig(
     options: argparse.Namespace, *, forward_ms: float = 0.0, flags: Sequence[str] = ()
 ) -> Iterator[Rig]:
     """Run both for the length of the block; raises ServerError."""
     model: Path = options.model
-    vocab_size = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
         address, port = f"unix:{scratch}/shard", free_port()
-        shard_command = [sys.executable, "-m", "bench.router.blank_shard", address]
-        shard_command += [f"--vocab-size={vocab_size}", f"--forward-ms={forward_ms}"]
-        router_command = [*options.router_prefix.split(), sys.executable, "-m", "millrace_router"]
-        router_command += [f"--model-folder={model}"]
-        router_command += [f"--shard-addresses={address}", f"--port={port}", "--hostname=127.0.0.1"]
-        router_command += ["--max-concurrent-requests=4096", *flags]
+        router = router_command(model, address, port)
         with (
             subprocess.Popen(
-                shard_command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                shards_command(model, [address], {"step": forward_ms / 1e3}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             ) as shard,
-            running(router_command, port=port, log=options.log, environment={}) as server,
+            running(
+                [*options.router_prefix.split(), *router, *flags],
+                port=port,
+                log=options.log,
+                environment={},
+            ) as server,
         ):
             yield Rig(server, port, shard)
 

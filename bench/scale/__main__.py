@@ -6,13 +6,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.scale import compare, ingress, simulate, validate
+from bench.scale import compare, simulate, validate, windows
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    "ingress": ingress.main,
     "validate": validate.main,
     "compare": compare.main,
     "simulate": simulate.main,
+    "windows": windows.main,
 }
 
 

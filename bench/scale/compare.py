@@ -18,13 +18,14 @@ from bench.harness.record import Record
 from bench.harness.tables import markdown
 from bench.scale.fleet import Fleet, simulate
 from bench.scale.fleet_metrics import FLEET_FIGURES, FleetMetrics
+from bench.scale.simulate import add_flags
 from bench.scale.simulated_replica import Routing
 from bench.scale.traces import TraceWorkload
 from millrace.charts.lines import Panel, curves
 from millrace.charts.svg import short
 from millrace.simulate.deployment import Deployment
 from millrace.simulate.trace import TraceError
-from millrace_launcher.host.threads import usable_cores
+from millrace_proto.cores import usable_cores
 
 COSTS = {
     "step": 0.006,
@@ -37,7 +38,6 @@ COSTS = {
 CACHES = {"0.32 M": 5_001, "1.28 M": 20_001, "5.12 M": 80_001}
 """KV blocks by the tokens that they hold: what one GPU has, what its host's memory would, and its disk."""
 BLOCK_SIZE = 64
-POLICIES: tuple[Routing, ...] = ("round-robin", "least-loaded", "prefix", "kv")
 SHOWN = (
     "cache_hit_share",
     "ttft_p50",
@@ -66,12 +66,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--replicas-per-copy", type=int, default=4)
     parser.add_argument("--requests", type=int, help="only so many of the trace's, in each copy")
     parser.add_argument("--speedup", type=float, default=1.0)
-    parser.add_argument("--sample", type=int, default=250, help="most replicas to simulate")
-    parser.add_argument("--cell-size", type=int, default=256)
-    parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--balance-factor", type=float, default=1.25)
+    add_flags(parser)
+    parser.set_defaults(sample=250)
     parser.add_argument("--cache", choices=CACHES, default="0.32 M", help="tokens a replica keeps")
-    parser.add_argument("--routing", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--name", help="write the plot to docs/images/scale-NAME.svg")
     return parser.parse_args(arguments)

@@ -76,7 +76,7 @@ def prompt_ids(arrival: Arrival, number: int, vocab_size: int, run: str = "") ->
 
 
 def completion(prompt: Sequence[int], max_tokens: int) -> bytes:
-    """A streamed completion of exactly `max_tokens` tokens. Its prompt comes first: proxies hash the beginning."""
+    """A streamed completion of exactly `max_tokens` tokens."""
     body = {"prompt": list(prompt), "model": "tgi", "max_tokens": max_tokens}
     return json.dumps(body | {"ignore_eos": True, "stream": True}).encode()
 

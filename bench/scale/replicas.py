@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from tokenizers import Tokenizer
 
 from bench.harness.scrape import parse
 from bench.harness.server import RunningServer, free_port, running
+from bench.router.rig import router_command, shards_command
 
 HITS = "millrace_prefix_cache_hit_tokens_total"
 COMPUTED = "millrace_prefill_tokens_total"
-
-
-def vocab_size_of(model: Path) -> int:
-    """The number of ids of the model's tokenizer."""
-    size: int = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
-    return size
 
 
 @dataclass
@@ -84,17 +76,13 @@ def replicas(
     """
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch, ExitStack() as stack:
         addresses = [f"unix:{scratch}/{number}" for number in range(count)]
-        shards = [sys.executable, "-m", "bench.scale.timed_shards", *addresses]
-        shards += [f"--vocab-size={vocab_size_of(model)}", f"--num-blocks={num_blocks}"]
-        shards += [f"--costs={json.dumps(dict(costs))}"]
+        shards = shards_command(model, addresses, costs, f"--num-blocks={num_blocks}")
         # The end of its standard input ends the process of the shards.
         stack.enter_context(subprocess.Popen(shards, stdin=subprocess.PIPE))
         started = []
         for number, address in enumerate(addresses):
             port = free_port()
-            command = [sys.executable, "-m", "millrace_router", f"--model-folder={model}"]
-            command += [f"--shard-addresses={address}", f"--port={port}", "--hostname=127.0.0.1"]
-            command += ["--max-concurrent-requests=4096", *flags]
+            command = [*router_command(model, address, port), *flags]
             events = f"ipc://{scratch}/events-{number}"
             if kv_events:
                 command.append(f"--kv-events={events}")

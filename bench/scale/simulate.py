@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import get_args
 
 from bench.harness.command_line import say
 from bench.harness.tables import markdown
 from bench.scale.cell import Failure
 from bench.scale.fleet import Fleet, simulate
 from bench.scale.fleet_metrics import FLEET_FIGURES
-from bench.scale.simulated_replica import Routing
+from bench.scale.simulated_replica import POLICIES, Routing
 from bench.scale.traces import TraceWorkload
 from millrace.charts.svg import short
 from millrace.simulate.config import ConfigError, new_parser, plan_from_args
 from millrace.simulate.simulation import Simulation
 from millrace.simulate.trace import TraceError
-
-POLICIES: tuple[Routing, ...] = get_args(Routing)
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -34,16 +31,22 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--routing", nargs="+", choices=POLICIES, default=["round-robin"])
+    add_flags(parser)
+    parser.set_defaults(routing=["round-robin"])
+    parser.add_argument("--fail", type=Failure.parse, help="AT:COUNT:FOR, in seconds")
+    parser.add_argument("--copies", type=int, default=1, help="of the trace, side by side")
+    return parser.parse_known_args(arguments)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every simulated fleet."""
+    parser.add_argument("--routing", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--sample", type=int, help="replicas to simulate in place of all")
     parser.add_argument("--gateways", type=int, default=1, help="of a cell; they share nothing")
     parser.add_argument("--cell-size", type=int, default=256, help="most replicas of a cell")
     parser.add_argument(
         "--balance-factor", type=float, default=1.25, help="most load, as a multiple of the mean"
     )
-    parser.add_argument("--fail", type=Failure.parse, help="AT:COUNT:FOR, in seconds")
-    parser.add_argument("--copies", type=int, default=1, help="of the trace, side by side")
-    return parser.parse_known_args(arguments)
 
 
 def fleet(options: argparse.Namespace, simulation: Simulation, routing: Routing) -> Fleet:

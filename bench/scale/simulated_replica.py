@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from bench.scale.cache_index import CacheIndex, IndexedCache
 from bench.scale.fast_engine import FastEngine, num_uneventful_steps, waiting_matters
@@ -132,6 +132,7 @@ class Replica(FastEngine):
 
 
 Routing = Literal["round-robin", "least-loaded", "prefix", "kv"]
+POLICIES: tuple[Routing, ...] = get_args(Routing)
 
 
 class CellParts:

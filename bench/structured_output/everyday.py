@@ -40,7 +40,7 @@ WHOLE = (ENDED, CLOSED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of one request."""
+    """The outcome of one request."""
 
     mode: str
     outcome: str

@@ -7,6 +7,9 @@
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
+# The compiler makes the CPU kernels that the wheel has, for all kinds of x86 processors with AVX2.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --no-install-recommends --yes g++
 WORKDIR /src
 COPY constraints.txt LICENSE README.md pyproject.toml ./
 COPY demo/model demo/model
@@ -16,10 +19,13 @@ COPY launcher launcher
 COPY router router
 COPY shard shard
 COPY package package
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
-    && python -m venv /opt/millrace
+# The kernels are compiled for the torch that is there.
 ARG TORCH_INDEX=""
-RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
+RUN python -m venv /opt/millrace \
+    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
+    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} torch \
+    && /opt/millrace/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
     ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[otel,kv-events]"
 
 FROM ${PYTHON_IMAGE} AS runtime
@@ -27,7 +33,7 @@ LABEL org.opencontainers.image.title="Millrace" \
       org.opencontainers.image.description="Text-generation server: launcher, router and shards in one container" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
-# The compiler builds the CPU kernels for the container's processor. The volume keeps them for the next container.
+# On a GPU Triton compiles its launchers with the compiler. The volume keeps what is compiled for the next container.
 # In a named volume uid 10001 can write to /data. The default user is root, because folders that users mount there
 # belong to root.
 # hadolint ignore=DL3008

@@ -10,7 +10,7 @@ COPY router router
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels ./proto ./router \
     && python -m venv /opt/millrace \
     && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
-    /wheels/millrace_proto-*.whl "$(echo /wheels/millrace_router-*.whl)[otel,kv-events]"
+    /wheels/millrace_proto-*.whl "$(echo /wheels/millrace_router-*.whl)[otel,kv-events,images]"
 
 FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="Millrace router" \

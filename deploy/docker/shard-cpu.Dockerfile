@@ -3,15 +3,21 @@
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
+# The compiler makes the CPU kernels that the wheel has, for all kinds of x86 processors with AVX2.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --no-install-recommends --yes g++
 WORKDIR /src
 COPY constraints.txt ./
 COPY proto proto
 COPY shard shard
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels ./proto ./shard \
-    && python -m venv /opt/millrace
-# PyTorch publishes its CPU builds in a separate index; without it, pip installs the CUDA build.
+# PyTorch publishes its CPU builds in a separate index; without it, pip installs the CUDA build. The kernels are compiled
+# for the torch that is there.
 ARG TORCH_INDEX=""
-RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
+RUN python -m venv /opt/millrace \
+    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
+    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} torch \
+    && /opt/millrace/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels ./proto ./shard \
+    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
     ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
     /wheels/millrace_proto-*.whl "$(echo /wheels/millrace_shard-*.whl)[otel]"
 
@@ -20,13 +26,8 @@ LABEL org.opencontainers.image.title="Millrace shard (CPU)" \
       org.opencontainers.image.description="One shard of a Millrace model on CPU; needs no other container but its group." \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
-# The CPU kernels are compiled for the processor at the first start. A volume at /data keeps them for the next
-# container.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --no-install-recommends --yes g++ \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 10001 --create-home millrace \
+# A volume at /data keeps packed weights for the next container.
+RUN useradd --uid 10001 --create-home millrace \
     && install --directory --owner=10001 /data
 COPY --from=build /opt/millrace /opt/millrace
 COPY --chmod=644 deploy/docker/shard_health.py /opt/millrace/shard_health.py

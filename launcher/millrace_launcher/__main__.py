@@ -19,6 +19,7 @@ from millrace_launcher.settings.prepare import prepare
 from millrace_launcher.settings.rank_arguments import COMMAND, prepare_ranks, read_rank_settings
 from millrace_launcher.supervision.launcher import Launcher
 from millrace_launcher.supervision.rank_host import RankHost
+from millrace_proto.streams import take_any_text
 
 
 def main(
@@ -29,6 +30,7 @@ def main(
 ) -> int:
     """Run and return the exit code; with 1 and 3, the last line says why. The help calls it `program`."""
     argv = sys.argv[1:] if argv is None else argv
+    take_any_text()
     programs = programs or Programs()
     if argv and argv[0] == COMMAND:
         settings, rank = read_rank_settings(argv[1:])

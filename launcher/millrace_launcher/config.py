@@ -8,6 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from millrace_proto.flags import log_level
+
+DEMO_NAME = "millrace/demo"
+"""The demo model's name, which clients see and --model-id accepts."""
+
 
 class LauncherConfig(BaseSettings):
     """Settings of processes. The environment variable is the field's name in capitals; the flag takes precedence."""
@@ -18,7 +23,8 @@ class LauncherConfig(BaseSettings):
 
     model_id: str | None = Field(
         default=None,
-        description="Name on the Hugging Face hub, a folder, a GGUF file or `smollm2`; the demo model when absent.",
+        description="Name on the Hugging Face hub, as `org/repo:Q4_K_M` for a GGUF file of that block type, a folder, a"
+        " GGUF file or `smollm2`; the demo model when absent.",
     )
     tokenizer_name: str | None = Field(
         default=None,
@@ -40,7 +46,8 @@ class LauncherConfig(BaseSettings):
     )
     shard_uds_path: str = Field(
         default="/tmp/text-generation-server",  # noqa: S108
-        description="Unix sockets of the shards, without the rank that is appended.",
+        description="Unix sockets of the shards, without the rank that is appended; when absent, in the folder that"
+        " systemd makes for the service or for a lingering user, if there is one.",
     )
     huggingface_hub_cache: Path | None = Field(
         default=None, description="Folder that models are downloaded to."
@@ -58,6 +65,12 @@ class LauncherConfig(BaseSettings):
         description="Run the shards on the hosts of this cluster, which RAY_ADDRESS names; needs the extra `ray`.",
     )
     shards_per_node: int = Field(default=1, ge=1, description="Shards on each host of the cluster.")
+    fork_server: Literal["auto", "weights", "off"] = Field(
+        default="auto",
+        description="auto: on a CPU under Linux a process for each rank loads the model once and forks the shards, so"
+        " that one that died is back at once, and after a kill from outside with its KV; weights: without the KV; off:"
+        " each start of a shard loads the model, which debuggers may need.",
+    )
     max_restarts: int = Field(
         default=5,
         ge=0,
@@ -70,6 +83,11 @@ class LauncherConfig(BaseSettings):
     log_colorize: bool | None = Field(
         default=None, description="Colours in logs; only on a terminal when absent."
     )
+
+    @field_validator("model_id")
+    @classmethod
+    def _know_demo(cls, value: str | None) -> str | None:
+        return None if value == DEMO_NAME else value
 
     @property
     def has_shards_elsewhere(self) -> bool:
@@ -90,12 +108,7 @@ class LauncherConfig(BaseSettings):
     @field_validator("log_level", mode="before")
     @classmethod
     def _narrow_log_level(cls, value: object) -> object:
-        """Map TGI's level words, and filter directives that name no level, onto ours."""
-        if not isinstance(value, str):
-            return value
-        word = value.strip().lower()
-        word = {"warn": "warning", "critical": "error"}.get(word, word)
-        return word if word in ("trace", "debug", "info", "warning", "error") else "info"
+        return log_level(value)
 
 
 class RankConfig(BaseSettings):
@@ -122,5 +135,11 @@ class HostVariables(BaseSettings):
     )
     vergen_git_sha: str | None = Field(
         default=None, description="Commit that an image was built from."
+    )
+    runtime_directory: str | None = Field(
+        default=None, description="systemd's folders for the files of a service while it runs."
+    )
+    xdg_runtime_dir: str | None = Field(
+        default=None, description="systemd's folder for a user's sockets."
     )
     docker_label: str | None = Field(default=None, description="Label of the image.")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from millrace_launcher.errors import ArgumentValidation
 
-DEMO_NAME = "millrace/demo"
 PACKAGE = Path(__file__).resolve().parent
 
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from millrace_launcher.config import LauncherConfig
 from millrace_launcher.errors import LaunchError
+from millrace_proto.log_output import log_text
 
 NUM_CELLS = 20
 START_OF_LINE = "\r\x1b[K"
@@ -68,8 +69,8 @@ log = logging.getLogger("millrace_launcher")
 
 
 def setup(config: LauncherConfig, stream: TextIO | None = None) -> None:
-    """Write the log to `stream`, or to stdout, in the configured format."""
-    stream = sys.stdout if stream is None else stream
+    """Write the log to `stream`, or to stdout, in the configured format; no reader can make the launcher wait."""
+    stream = log_text(sys.stdout if stream is None else stream, _report_dropped)
     colour = config.log_colorize if config.log_colorize is not None else stream.isatty()
     draws_bars = stream.isatty() and not config.json_output
     handler = (BarHandler if draws_bars else logging.StreamHandler)(stream)
@@ -85,6 +86,18 @@ def tell_end(error: LaunchError, *, json_output: bool) -> None:
         log.error("%s", error, extra={"fields": {"error": error.variant}})
     else:
         sys.stderr.write(f"Error: {_one_line(error)}\n")
+
+
+def show(text: str) -> None:
+    """Write `text` for people where the log goes, between its lines."""
+    for handler in log.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.stream.write(text)
+            handler.flush()
+
+
+def _report_dropped(count: int) -> None:
+    log.warning("%d lines of the log were dropped, because nothing read them", count)
 
 
 def has_bar() -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace_launcher.settings.foreign_flags import tip_for
+from millrace_proto.streams import take_any_text
 from millrace_proto.version import VERSION
 
 INTERRUPTED = 130
@@ -38,6 +39,7 @@ COMMANDS: Mapping[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; 2 where there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    take_any_text()
     if not arguments:
         sys.stderr.write(usage())
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -63,16 +64,21 @@ def _new_id() -> str:
     return f"batch_req_{secrets.token_hex(12)}"
 
 
+BOM = codecs.BOM_UTF8
+"""Some programs put it before the first line."""
+
+
 def count_lines(path: Path) -> int:
     """Lines that are not empty. Raises OSError."""
     with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+        return sum(1 for line in file if line.removeprefix(BOM).strip())
 
 
 def read_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
     """Every line that is not empty, in order; the second line of a custom_id is bad. Raises OSError."""
     seen: set[str] = set()
     with path.open("rb") as file:
+        file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -113,6 +119,10 @@ def _reason(value: Mapping[str, Any]) -> str | None:
         return "body must be an object"
     if body.get("stream"):
         return "a batch cannot stream"
+    try:
+        orjson.dumps(body)
+    except TypeError:
+        return "body is nested too deeply"
     return None
 
 
@@ -267,8 +277,10 @@ async def _ask(client: Client, request: BatchRequest, pause: float) -> tuple[int
 
 
 def _json(body: bytes) -> object:
-    """The body as JSON, or as text where it is none."""
+    """The body as JSON, or as text where it is none, or has more levels than a line can have."""
     try:
-        return orjson.loads(body)
-    except ValueError:
+        value = orjson.loads(body)
+        orjson.dumps({"response": {"body": value}})
+    except (ValueError, TypeError):
         return body.decode(errors="replace")
+    return value

@@ -6,12 +6,16 @@ import asyncio
 import importlib
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 from millrace.errors import MillraceError
 from millrace.http.client import Client
+from millrace.images import image_part
 
 
 @dataclass(slots=True)
@@ -21,11 +25,15 @@ class Conversation:
     system: str | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
     """Fields of the request besides the messages: the model, sampling, the length."""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Parts of the next message."""
 
     def ask(self, text: str) -> dict[str, Any]:
         """Add the user's message, and return the body of the request for its answer."""
-        self.messages.append({"role": "user", "content": text})
+        content = [*self.images, {"type": "text", "text": text}] if self.images else text
+        self.messages.append({"role": "user", "content": content})
+        self.images = []
         lead = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {**self.parameters, "messages": [*lead, *self.messages], "stream": True}
 
@@ -34,11 +42,20 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def take_back(self) -> None:
-        """Remove the last message, which got no answer."""
+        """Remove the last message, which got no answer; its images are not sent again."""
         self.messages.pop()
 
     def clear(self) -> None:
         self.messages.clear()
+        self.images.clear()
+
+    def lines(self) -> Iterator[str]:
+        """Yield each message as text."""
+        for message in self.messages:
+            content = message["content"]
+            if not isinstance(content, str):
+                content = " ".join(part.get("text", "(image)") for part in content)
+            yield f"{message['role']}: {content}"
 
 
 PROMPT = "> "
@@ -51,6 +68,10 @@ class Screen:
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
         self._has_colours = sys.stdout.isatty()
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            # In a locale without some characters, "?" stands for them.
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="replace")
         if self.is_interactive:
             # Its import gives `input` a history and keys to edit; not every Python has it.
             with suppress(ImportError):
@@ -82,10 +103,11 @@ class Screen:
 
 PATH = "/v1/chat/completions"
 HELP = """\
-/history  show the conversation
-/clear    begin a new one
-/quit     end, as Ctrl-D does
-Ctrl-C    stop the answer"""
+/image FILE  add an image to the next message
+/history     show the conversation
+/clear       begin a new one
+/quit        end, as Ctrl-D does
+Ctrl-C       stop the answer"""
 
 
 class Session:
@@ -121,14 +143,24 @@ class Session:
 
     def _command(self, line: str) -> None:
         if line == "/history":
-            for message in self._conversation.messages:
-                self._screen.note(f"{message['role']}: {message['content']}")
+            for text in self._conversation.lines():
+                self._screen.note(text)
         elif line == "/clear":
             self._conversation.clear()
+        elif line.startswith("/image "):
+            self._add_image(line.removeprefix("/image ").strip())
         elif line == "/help":
             self._screen.note(HELP)
         else:
             self._screen.note(f"unknown command {line}; /help lists the commands")
+
+    def _add_image(self, path: str) -> None:
+        try:
+            self._conversation.images.append(image_part(Path(path).expanduser()))
+        except OSError as error:
+            self._screen.note(f"error: {path}: {error.strerror}")
+        else:
+            self._screen.note("the image goes with the next message")
 
     def _answer(self, text: str, runner: asyncio.Runner) -> bool:
         """Stream the answer to one message; whether there is one. Ctrl-C ends it, and keeps what was said."""

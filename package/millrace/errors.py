@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class MillraceError(Exception):
     """The base of all errors of this package."""
@@ -36,3 +38,11 @@ class RequestError(MillraceError):
         self.kind = kind
         self.retry_after_seconds = retry_after_seconds
         """When to ask again, where a stream was refused and the server says so."""
+
+
+def no_server(base: str, error: OSError) -> str:
+    """The sentence for an address where nothing listens."""
+    reason = error.strerror if error.errno in errno.errorcode else None
+    if error.errno == errno.ECONNREFUSED or reason is None:
+        reason = "nothing listens there"
+    return f"no server at {base}: {reason}; `millrace serve` starts one"

@@ -249,3 +249,12 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:  # noqa: ANN401
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
+
+
+def log_level(value: object) -> object:
+    """Map TGI's names of levels, and filter directives that name no level, to ours."""
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    word = {"warn": "warning", "critical": "error"}.get(word, word)
+    return word if word in ("trace", "debug", "info", "warning", "error") else "info"

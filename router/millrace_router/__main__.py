@@ -1,220 +1,26 @@
-"""`millrace-router`: parses the flags, starts, serves until a signal, and drains."""
+"""`millrace-router`: chooses the command, and imports only what that needs."""
 
 from __future__ import annotations
 
-import asyncio
-import cProfile
 import gc
-import signal
-import socket
-import ssl
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
-from typing import NamedTuple
-
-import structlog
-from aiohttp import web
-
-from millrace_router.access.keys import ApiKeys, KeyFileError
-from millrace_router.access.tls import ListenerTlsError, listener_tls
-from millrace_router.api.openapi.document import openapi_json
-from millrace_router.app import create_runner
-from millrace_router.config import ANY_ADDRESS, RouterConfig, listen_address
-from millrace_router.engine.infer import Infer
-from millrace_router.journal.replay.command import replay
-from millrace_router.process import bind, die_with_parent, return_freed_memory
-from millrace_router.server.idempotent_route import RUNS
-from millrace_router.start.running import Running, start
-from millrace_router.start.shards import StartupError
-from millrace_router.telemetry import logs
-
-EVENT_LOOP_MODULE = "uvloop" if find_spec("uvloop") else "asyncio"
-BACKLOG = 2048
-"""Connections that wait to be accepted. The kernel may allow fewer, and resets further ones."""
-GC_THRESHOLD = 20_000
-"""Net allocations of objects between collections of the youngest generation."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-# `__name__` would be `__main__`, as in every program here.
-log = structlog.get_logger("millrace_router")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the router; return the exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if list(arguments) == ["print-schema"]:
-        sys.stdout.write(openapi_json().decode() + "\n")
+    """Run the router, or one of its other commands; return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["print-schema"]:
+        document = import_module("millrace_router.api.openapi.document")
+        sys.stdout.write(document.openapi_json().decode() + "\n")
         return 0
-    if list(arguments[:1]) == ["replay"]:
-        return replay(arguments[1:])
-    config = RouterConfig.from_args(arguments)
-    logs.configure(config.log_level, json_output=config.json_output)
-    die_with_parent()
-    new_event_loop = import_module(EVENT_LOOP_MODULE).new_event_loop
-    try:
-        with (
-            _profiled(config.profile_path),
-            asyncio.Runner(loop_factory=new_event_loop) as runner,
-        ):
-            runner.run(serve(config))
-    except StartupError as error:
-        log.error(str(error))  # noqa: TRY400
-        return 1
-    return 0
-
-
-@contextmanager
-def _profiled(path: str | None) -> Iterator[None]:
-    """Write a cProfile of the block to `path`, for `pstats`; the router then takes about 1.5 times as long."""
-    if path is None:
-        yield
-        return
-    with cProfile.Profile() as profile:
-        yield
-    profile.dump_stats(path)
-
-
-class Listener(NamedTuple):
-    """The bound port, and the TLS that clients speak there."""
-
-    reserved: socket.socket
-    tls: ssl.SSLContext | None
-
-
-async def serve(config: RouterConfig) -> None:
-    """Start, serve, and return after an orderly end; raises StartupError."""
-    stop = asyncio.Event()
-    # The start takes long, and a signal should end it too.
-    keys, tls = _open_keys(config), _open_tls(config)
-    _listen_to_signals(stop, keys)
-    with _reserve_port(config) as reserved:
-        running = await _start_unless(stop, config, keys)
-        if running is None:
-            return
-        _freeze_objects()
-        try:
-            await _serve_http(config, running, Listener(reserved, tls), stop)
-        finally:
-            await running.close()
-
-
-def _freeze_objects() -> None:
-    """Collect garbage after the start, exempt the remaining objects from collection, and collect rarely from then on.
-
-    A stream makes no reference cycles; the cycles of a few hundred requests may pile up before they are collected.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
-    return_freed_memory()
-
-
-def _open_keys(config: RouterConfig) -> ApiKeys:
-    try:
-        return ApiKeys.of(config)
-    except KeyFileError as error:
-        raise StartupError(f"--api-key-file: {error}") from error
-
-
-def _open_tls(config: RouterConfig) -> ssl.SSLContext | None:
-    try:
-        return listener_tls(config)
-    except ListenerTlsError as error:
-        raise StartupError(str(error)) from error
-
-
-def _listen_to_signals(stop: asyncio.Event, keys: ApiKeys) -> None:
-    loop = asyncio.get_running_loop()
-    if keys.can_change:
-        loop.add_signal_handler(signal.SIGHUP, keys.reload)
-
-    def on_signal() -> None:
-        stop.set()
-        # A second signal ends the process at once.
-        for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
-
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-
-
-def _reserve_port(config: RouterConfig) -> socket.socket:
-    address = listen_address(config.hostname)
-    if address == ANY_ADDRESS != config.hostname:
-        log.warning("--hostname is no IP address: listening on all", hostname=config.hostname)
-    try:
-        return bind(address, config.port)
-    except OSError as error:
-        raise _cannot_listen(config, error) from error
-
-
-def _cannot_listen(config: RouterConfig, error: OSError) -> StartupError:
-    where = f"{listen_address(config.hostname)}:{config.port}"
-    return StartupError(f"Cannot listen on {where}: {error.strerror}. Choose another with --port.")
-
-
-async def _start_unless(stop: asyncio.Event, config: RouterConfig, keys: ApiKeys) -> Running | None:
-    """Start, or return None as soon as `stop` is set."""
-    starting = asyncio.create_task(start(config, keys))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if starting.done():
-        return starting.result()
-    starting.cancel()
-    await asyncio.wait({starting})
-    return None
-
-
-async def _serve_http(
-    config: RouterConfig, running: Running, listener: Listener, stop: asyncio.Event
-) -> None:
-    runner = create_runner(running.services)
-    await runner.setup()
-    try:
-        try:
-            # Another process may have bound the same port; uvloop does not report it.
-            listener.reserved.listen(BACKLOG)
-            await web.SockSite(
-                runner, listener.reserved, backlog=BACKLOG, ssl_context=listener.tls
-            ).start()
-        except OSError as error:
-            raise _cannot_listen(config, error) from error
-        host, port = listener.reserved.getsockname()[:2]
-        scheme = "http" if listener.tls is None else "https"
-        log.info("Connected", url=f"{scheme}://{host}:{port}")
-        running.launcher.listening()
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({stopping, running.batcher_task}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not running.batcher_task.done() and config.drain_delay:
-            running.services.infer.leave()
-            log.info("Leaving", seconds=config.drain_delay)
-            await asyncio.wait({running.batcher_task}, timeout=config.drain_delay)
-        if not running.batcher_task.done():
-            runner.app[RUNS].drain()
-            await drain(running.services.infer, config.graceful_termination_timeout)
-    finally:
-        try:
-            # Handlers that wait for tokens receive an error, which they send to their clients.
-            await running.stop_batcher()
-        finally:
-            await runner.cleanup()
-
-
-async def drain(infer: Infer, seconds: float) -> None:
-    """Refuse new requests and wait up to `seconds` for the running ones."""
-    infer.drain()
-    log.info("Draining", running=infer.permits.taken)
-    try:
-        async with asyncio.timeout(seconds):
-            await infer.permits.all_free()
-    except TimeoutError:
-        log.warning("Requests are cut off", running=infer.permits.taken)
+    if arguments[:1] == ["replay"]:
+        replay = import_module("millrace_router.journal.replay.command").replay
+        return int(replay(arguments[1:]))
+    # A start leaves little garbage, and collections take a tenth of its time; the server enables them.
+    gc.disable()
+    return int(import_module("millrace_router.serving").run(arguments))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from http import HTTPStatus
 
 import orjson
@@ -31,17 +33,36 @@ from millrace_router.config import RouterConfig
 from millrace_router.errors import (
     BodyError,
     ForeignPath,
+    HeadError,
+    HeadSizeError,
     RouterError,
     UnknownPath,
     WrongMethod,
     WrongTask,
+    is_failure,
 )
+from millrace_router.process import most_connections
 from millrace_router.request.request import Task
-from millrace_router.server.access_log import access_log, add_request_id
-from millrace_router.server.bodies import error_response, plain_response
+from millrace_router.server.access_log import REQUEST_ID, access_log, add_request_id
+from millrace_router.server.bodies import error_response, plain_response, prepare_parser
+from millrace_router.server.connections import (
+    CONNECTIONS,
+    MAX_BYTES,
+    MAX_FIELD_BYTES,
+    MAX_HEAD_BYTES,
+    Connections,
+    Runner,
+)
 from millrace_router.server.headers import prepare_app
 from millrace_router.server.idempotency import Runs
-from millrace_router.server.idempotent_route import END_OPERATION, RUNS, end_request, end_runs
+from millrace_router.server.idempotent_route import (
+    END_OPERATION,
+    KEPT,
+    RUNS,
+    Kept,
+    end_request,
+    end_runs,
+)
 from millrace_router.server.services import SERVICES, Services, counting_refusals
 from millrace_router.start.shards import batch_size
 from millrace_router.telemetry.load_report import FORMAT_HEADER, REPORT_HEADER, LoadReport
@@ -61,13 +82,17 @@ GENERATING_PATHS = frozenset(
 """Paths that generate text; on servers for embeddings or scores `/` is another route."""
 ALLOWED_HEADERS = (
     "content-type,authorization,x-priority,x-tenant,x-max-queue-ms,x-adapter-token,"
-    "idempotency-key,last-event-id"
+    "idempotency-key,last-event-id,x-millrace-stream"
 )
 """Headers that a browser may send; if it names others, it may send those."""
 OPENAI_PREFIX = "/v1/"
+UNREAD_SHARE = 4
+"""One permit in this many may be of requests with a key whose clients have left."""
 RESPONSE_SECONDS = 5.0
 """Seconds for answers that are still being written at the end, when no generation runs."""
 VARY = "origin, access-control-request-method, access-control-request-headers"
+ResponseHook = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+"""Changes the headers of a response before they are sent."""
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +107,7 @@ def create_app(services: Services) -> web.Application:
         middlewares.append(refuse_generation)
     app = web.Application(middlewares=middlewares, client_max_size=config.payload_limit)
     app[SERVICES] = services
-    app[RUNS] = Runs(config.resume_grace)
+    _bound_clients(app, services)
     app.on_cleanup.append(end_runs)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(report_load(LoadReport(services.metrics, batch_size(config))))
@@ -107,16 +132,35 @@ def create_app(services: Services) -> web.Application:
     return app
 
 
-def create_runner(services: Services) -> web.AppRunner:
-    """Make the runner of the application; it cancels handlers whose client has left."""
-    return web.AppRunner(
-        create_app(services),
-        handler_cancellation=True,
-        access_log=None,
-        # `bodies` decompresses, so that invalid data gets an ordinary error response.
-        auto_decompress=False,
-        shutdown_timeout=RESPONSE_SECONDS,
+def _bound_clients(app: web.Application, services: Services) -> None:
+    """Bound what clients hold: connections, memory of bodies, the parser, and permits of unread answers."""
+    metrics, permits = services.metrics, services.infer.permits
+    app[CONNECTIONS] = Connections(
+        max_open=most_connections(),
+        max_bytes=max(MAX_BYTES, 4 * services.config.payload_limit),
+        on_closed=lambda bound: metrics.connections_closed.labels(bound=bound).inc(),
     )
+    prepare_parser(app)
+    runs = app[RUNS] = Runs(
+        services.config.resume_grace, max_unread=max(1, permits.total // UNREAD_SHARE)
+    )
+    app[KEPT] = Kept()
+    services.infer.make_room = runs.make_room
+
+
+def create_runner(services: Services) -> web.AppRunner:
+    """Make the runner of the application."""
+    return Runner(
+        create_app(services), partial(_refuse_head, services), shutdown_timeout=RESPONSE_SECONDS
+    )
+
+
+def _refuse_head(services: Services, path: str, is_long: bool) -> web.Response:  # noqa: FBT001
+    """Answer a head that cannot be read, in the form of its route."""
+    error = HeadSizeError(MAX_FIELD_BYTES, MAX_HEAD_BYTES) if is_long else HeadError()
+    if services.dialect.has_tgi_errors:
+        return plain_response(error)
+    return _in_envelope(path, error, services, uuid.uuid4().hex)
 
 
 @web.middleware
@@ -133,7 +177,9 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
         return _misdirected(request, error)
     except (ConnectionError, asyncio.CancelledError):
         raise
-    except Exception:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         # A defect in one request must not end the process.
         log.exception("request failed")
         return _in_envelope_of_path(request, request.app[SERVICES].defect())
@@ -160,10 +206,16 @@ def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response
 
 
 def _in_envelope_of_path(request: web.Request, error: RouterError) -> web.Response:
-    if is_of_messages(request):
-        return refusal(request, error)
+    return _in_envelope(request.path, error, request.app[SERVICES], request[REQUEST_ID])
+
+
+def _in_envelope(
+    path: str, error: RouterError, services: Services, request_id: str
+) -> web.Response:
+    if is_of_messages(path):
+        return refusal(request_id, error)
     response = error_response(error)
-    if _is_openais(request):
+    if path.startswith(OPENAI_PREFIX) and not services.dialect.has_tgi_errors:
         response.body = orjson.dumps(error_answer(error))
     return response
 
@@ -206,9 +258,7 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     )
 
 
-def allow_origins(
-    origins: tuple[str, ...],
-) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+def allow_origins(origins: tuple[str, ...]) -> ResponseHook:
     """Make the hook that sends the allowed origins to browsers; no origins means any."""
 
     async def hook(request: web.Request, response: web.StreamResponse) -> None:
@@ -224,9 +274,7 @@ def allow_origins(
     return hook
 
 
-def report_load(
-    load: LoadReport,
-) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+def report_load(load: LoadReport) -> ResponseHook:
     """Make the hook that adds ORCA's report to the answers of requests with its header."""
 
     async def hook(request: web.Request, response: web.StreamResponse) -> None:
@@ -252,7 +300,9 @@ def require_key(keys: ApiKeys, open_paths: Collection[str]) -> Middleware:
             return await handler(request)
         name = keys.name_of(request.headers)
         if name is None:
-            return unauthorized(request) if is_of_messages(request) else web.Response(status=401)
+            return (
+                unauthorized(request) if is_of_messages(request.path) else web.Response(status=401)
+            )
         if name:
             request[KEY_NAME] = name
         return await handler(request)

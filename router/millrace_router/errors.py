@@ -7,12 +7,15 @@ RouterError
 ├── ValidationError           422  validation
 │   ├── SizeError             422  validation         (well-formed, but too long)
 │   ├── AdapterInvalid        422  validation         (its files cannot be used with this model)
+│   ├── ImageInvalid          422  validation         (a picture cannot be used; the message names its part)
 │   └── BodyError             400  validation         (the body is not JSON)
 │       ├── BodyShapeError    422  validation         (JSON of another shape)
 │       ├── MediaTypeError    415  validation
 │       ├── EncodingError     415  validation
 │       ├── BodySizeError     413  validation
-│       └── BodyTimeout       408  validation         (the body did not arrive in time)
+│       ├── BodyTimeout       408  validation         (the body did not arrive in time)
+│       ├── HeadError         400  validation         (the request line or a header is not HTTP)
+│       └── HeadSizeError     431  validation         (they are too long)
 ├── UnknownPath               404  not_found
 │   └── ForeignPath           404  not_found          (another server's, with a tip)
 ├── UnknownModel              404  not_found          (no model and no adapter has this name)
@@ -32,6 +35,7 @@ RouterError
 ├── ToolError                 422  tool_error
 ├── GenerationError           424  generation
 │   ├── NonFiniteOutput       424  generation         (caused only by this request)
+│   ├── ImageFailed           424  generation         (the shards cannot encode its picture)
 │   ├── Quarantined           424  generation         (its steps fail, even alone in a batch)
 │   └── DoesNotFit            424  generation         (the shards lack memory to run it even alone)
 ├── Overloaded                429  overloaded
@@ -57,6 +61,26 @@ LONGEST_QUOTATION = 200
 def quoted(name: str) -> str:
     """Quote a client's string for a message: on one line, without control characters, and short."""
     return repr(name if len(name) <= LONGEST_QUOTATION else f"{name[:LONGEST_QUOTATION]}…")
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether it is an `Exception`, or a panic of a library in Rust, which is none; a cancel is neither."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+class Panic(Exception):
+    """A panic of a library in Rust, whose own exception is no `Exception`."""
+
+
+def as_failure(error: BaseException) -> Exception:
+    """Return a failure as an `Exception`; raises what `is_failure` excludes."""
+    if not is_failure(error):
+        raise error
+    if isinstance(error, Exception):
+        return error
+    panic = Panic(str(error))
+    panic.__cause__ = error
+    return panic
 
 
 class RouterError(Exception):
@@ -105,10 +129,21 @@ class SizeError(ValidationError):
 
     openai_code = "context_length_exceeded"
 
-    def __init__(self, message: str, *, num_prompt_tokens: int, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        num_prompt_tokens: int,
+        max_new_tokens: int,
+        max_total_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        """`max_total_tokens` is the limit of both together, if it is exceeded; `max_prompt_tokens` is the prompt's."""
         super().__init__(message)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_new_tokens = max_new_tokens
+        self.max_total_tokens = max_total_tokens
+        self.max_prompt_tokens = max_prompt_tokens
 
 
 class AdapterInvalid(ValidationError):
@@ -118,6 +153,16 @@ class AdapterInvalid(ValidationError):
         super().__init__(f"the adapter {quoted(name)} cannot be used: {reason}")
         self.reason = reason
         self.source_digest = source_digest
+
+
+class ImageInvalid(ValidationError):
+    """A picture of the request cannot be used."""
+
+    openai_code = "invalid_image"
+
+    def __init__(self, part: str, reason: str) -> None:
+        """`part` is where it is in the body, such as `messages.3.content.1`; `reason` completes "the image"."""
+        super().__init__(f"`{part}`: the image {reason}")
 
 
 class BodyError(ValidationError):
@@ -182,6 +227,25 @@ class BodyTimeout(BodyError):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"Failed to buffer the request body: it took more than {seconds:.0f} s")
+
+
+class HeadError(BodyError):
+    """The request line or a header cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__("Failed to read the request's headers: they are not HTTP")
+
+
+class HeadSizeError(BodyError):
+    """The request line or the headers are too long."""
+
+    status = 431
+
+    def __init__(self, field_limit: int, limit: int) -> None:
+        super().__init__(
+            f"Failed to read the request's headers: each may have {field_limit} bytes, and all {limit},"
+            " and there may be 128"
+        )
 
 
 class UnknownPath(RouterError):
@@ -378,8 +442,14 @@ class ToolError(RouterError):
     error_type = "tool_error"
     failure_label = "validation"
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, tip: str = "") -> None:
+        """Only clients of other APIs than TGI's get the tip, behind the message."""
         super().__init__(f"Tool error: {message}")
+        self._tip = tip
+
+    @property
+    def client_text(self) -> str:
+        return f"{self}{self._tip}"
 
 
 class GenerationError(RouterError):
@@ -401,6 +471,13 @@ class NonFiniteOutput(GenerationError):
 
     def __init__(self) -> None:
         super().__init__(NON_FINITE)
+
+
+class ImageFailed(GenerationError):
+    """The shards refuse the pixels of a picture."""
+
+    def __init__(self) -> None:
+        super().__init__("an image of the request cannot be encoded")
 
 
 class GrammarFailed(GenerationError):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 import signal
-import socket
 import sys
 
 PR_SET_PDEATHSIG = 1
+OTHER_FILES = 256
+"""Open files that the server itself may need: shards, adapters, logs, and connections that are just being closed."""
+MAX_FILES = 1 << 16
+MAX_OPEN = 8192
+"""Most connections, wherever more files may be open: each idle one takes some 20 kB."""
 
 
 def die_with_parent() -> None:
@@ -23,19 +28,16 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def bind(hostname: str, port: int) -> socket.socket:
-    """Bind the address without listening, so that connections are refused until the server is ready.
+def raise_file_limit() -> None:
+    """Raise the limit of open files, each connection being one, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
-    Raises:
-        OSError: the address is in use, or belongs to another host.
 
-    """
-    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
-    reserved = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((hostname, port))
-    except OSError:
-        reserved.close()
-        raise
-    return reserved
+def most_connections() -> int:
+    """Return how many connections may be open under the limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_FILES)
+    return min(MAX_OPEN, max(files - OTHER_FILES, files // 2))

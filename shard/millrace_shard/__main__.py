@@ -11,6 +11,8 @@ COMMANDS = {
     "download-weights": "millrace_shard.commands.download_weights",
     "convert": "millrace_shard.commands.convert",
     "reference": "millrace_shard.commands.reference",
+    "fork-server": "millrace_shard.commands.fork_server",
+    "gpus": "millrace_shard.commands.device_settings",
 }
 USAGE = f"usage: millrace-shard {{{','.join(COMMANDS)}}} ...\n"
 

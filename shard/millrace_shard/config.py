@@ -6,15 +6,41 @@ nothing larger than pydantic.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from millrace_proto.flags import read_arguments, refuse
+from millrace_proto.flags import log_level, read_arguments, refuse
 
+ROPE_NAMES = ("linear", "dynamic")
+"""Values of --rope-scaling that are not objects."""
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object that a flag holds. Raises ValueError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not an object in JSON: {error}") from error
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"it is not an object in JSON: {text}")
+
+
+TorchOperator = Literal["flash_attn_3", "varlen_attn", "grouped_mm", "cublas"]
+"""Operators that CUDA takes from libraries without --deterministic."""
 LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 
 
@@ -50,15 +76,6 @@ class LogFlags(BaseModel):
         return log_level(value)
 
 
-def log_level(value: object) -> object:
-    """Map TGI's level words to ours, and filter directives without a level to info."""
-    if not isinstance(value, str):
-        return value
-    word = value.strip().lower()
-    word = {"warn": "warning", "success": "info", "critical": "error"}.get(word, word)
-    return word if word in ("trace", "debug", "info", "warning", "error") else "info"
-
-
 class PlaceFlags(BaseModel):
     """The model, the address to serve on, and the tensor-parallel group."""
 
@@ -88,6 +105,10 @@ class PlaceFlags(BaseModel):
         default=False,
         description="Serve without TLS at an --address that other hosts may reach: only in a network "
         "where everyone may use the model.",
+    )
+    launcher_fd: int | None = Field(
+        default=None,
+        description="Inherited socket on which the launcher requests forks; only for `fork-server`.",
     )
     rank: int = Field(
         default=0, ge=0, description="This shard's place in its tensor-parallel group."
@@ -168,21 +189,34 @@ class DeviceFlags(BaseModel):
         default=None,
         description="Batch sizes whose decodes are captured as CUDA graphs, separated by commas; 0 for no graphs. When"
         " absent 1, 2, 4, 8, then every 8 to 64 and every 16 to 256, up to --max-batch-size. A batch between two"
-        " sizes is padded. Graphs of other steps, up to 512 tokens, have no attention in them. No effect on CPU.",
+        " sizes is padded. Graphs of other steps, up to 512 tokens, or 2048 with small models, have no attention in"
+        " them. No effect on CPU.",
     )
-    one_shot_all_reduce: bool = Field(
+    disable_operators: Annotated[tuple[TorchOperator, ...], NoDecode] = Field(
+        default=(),
+        description="Operators of libraries that CUDA does not take, separated by commas: flash_attn_3, varlen_attn,"
+        " grouped_mm, cublas (for codes in long prompts). Without --deterministic each is taken where it is there and"
+        " agrees with plain PyTorch at the start; /info lists those.",
+    )
+    verify_kv: bool = Field(
         default=False,
-        description="Sum small tensors between GPUs through memory they share in place of NCCL.",
+        description="Keep a checksum of each full KV block that outlives a killed shard on CPU, and check it after the"
+        " restart: slower, for tests.",
+    )
+    one_shot_all_reduce: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Sum tensors of up to 8 MiB between the GPUs of a host through memory they share in place of NCCL."
+        " auto: where they can share it and a trial has the right sums; on: warn where they cannot.",
     )
     enable_prefill_logprobs: bool = Field(
         default=False,
         description="Let `decoder_input_details` tell the log probabilities of a prompt, as it does in TGI.",
     )
 
-    @field_validator("cuda_graphs", mode="before")
+    @field_validator("cuda_graphs", "disable_operators", mode="before")
     @classmethod
     def _split_commas(cls, value: object) -> object:
-        """Split sizes at commas and drop zeros, which mean no graphs."""
+        """Split at commas and drop zeros, which mean no graphs."""
         if isinstance(value, str):
             value = [value]
         if isinstance(value, list | tuple):
@@ -190,7 +224,7 @@ class DeviceFlags(BaseModel):
             return tuple(part for part in parts if part not in ("", "0"))
         return value
 
-    @field_validator("deterministic", mode="before")
+    @field_validator("deterministic", "one_shot_all_reduce", mode="before")
     @classmethod
     def _read_switch(cls, value: object) -> object:
         """Accept boolean words for on and off too."""
@@ -235,21 +269,33 @@ class WeightFlags(BaseModel):
         default=None,
         description="How weights are quantized; config.json decides when absent. awq, compressed-tensors, gptq, marlin"
         " are for such checkpoints, and so are fp8 and bitsandbytes where the checkpoint has them. On other checkpoints"
-        " fp8, int4, eetq (int8) and bitsandbytes (int8, nf4, fp4) quantize weights as they are loaded, and int8"
-        " weights and activations of bfloat16 models on CPU. exl2 is refused.",
+        " fp8, int4, eetq (int8) and bitsandbytes (int8, nf4, fp4) quantize weights as they are loaded, and int8 does"
+        " it to bfloat16 models on CPU. exl2 is refused.",
     )
     quantize_activations: Literal["auto", "exact", "int8"] = Field(
         default="auto",
         description="What quantized weights are multiplied with on CPU in bfloat16 models: int8 rounds activations to"
         " int8 with a scale for every 32 of a row, where the weights are integers, which is faster; exact keeps them."
-        " auto is int8.",
+        " auto is exact below a billion parameters, and where int8 is less than 1.2 times as fast with the model's"
+        " shapes on this CPU, which is measured once and kept on disk; else int8. The log and /info state it.",
+    )
+    packed_weights_size: ByteSize = Field(
+        default=ByteSize(32 << 30),
+        description="Bytes on disk for packed weights, which later starts on CPU read in place of packing quantized"
+        " weights again, such as 8GiB; the least recently used go first, and 0 keeps none.",
     )
     speculate: int | None = Field(
         default=None,
         ge=0,
         le=64,
-        description="Most tokens guessed ahead for one sequence: by --draft-model or Medusa heads, else by what"
-        " followed the last tokens before. When absent as many as there are heads, 4 with a draft model, else none.",
+        description="Most tokens guessed ahead for one sequence: by --draft-model, --speculator or Medusa heads, else"
+        " by what followed the last tokens before. When absent as many as there are Medusa heads, 4 with a draft model"
+        " or another head, else none.",
+    )
+    speculator: str | None = Field(
+        default=None,
+        description="EAGLE or EAGLE-3 head for the model that guesses ahead from its hidden states: a folder or a name"
+        " on the Hugging Face hub; or mtp: the MTP layer of the checkpoint itself.",
     )
     draft_model: str | None = Field(
         default=None,
@@ -259,17 +305,64 @@ class WeightFlags(BaseModel):
     kv_cache_dtype: Literal["auto", "fp8_e4m3fn", "fp8_e5m2", "int8"] = Field(
         default="auto",
         description="Type of keys and values in the KV cache. int8 has a scale for each token and head, fp8 the"
-        " checkpoint's scales, else 1. auto: the model's type, or on CPU fp8_e4m3fn if kv_cache_scheme in config.json"
-        " requests it. CUDA supports only auto.",
+        " checkpoint's scales, else 1. auto: the model's type, or fp8_e4m3fn if kv_cache_scheme in config.json requests"
+        " it.",
     )
-    rope_scaling: Literal["linear", "dynamic"] | None = Field(
-        default=None, description="Scaling of the position encoding, in place of config.json's."
+    kv_groups: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: layers with an attention window have their own KV blocks, and give each back when it is"
+        " behind the window, if that saves memory; off: they keep all positions. The output is the same.",
+    )
+    rope_scaling: str | None = Field(
+        default=None,
+        description="Scaling of the position encoding, in place of config.json's: linear or dynamic, or an object"
+        ' such as {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}.',
     )
     rope_factor: float | None = Field(
         default=None,
         gt=0,
-        description="Factor of --rope-scaling, 1.0 when absent; without --rope-scaling it implies linear.",
+        description="Factor of --rope-scaling linear or dynamic, 1.0 when absent; without --rope-scaling it implies"
+        " linear.",
     )
+    hf_overrides: str | None = Field(
+        default=None,
+        description="Fields in place of config.json's, as an object in JSON. A field that the model does not have is"
+        " refused.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_speculator(cls, values: object) -> object:
+        """A speculator is what `draft_model` names, too: one thing drafts."""
+        if not isinstance(values, dict) or not values.get("speculator"):
+            return values
+        if values.get("draft_model") not in {None, "", values["speculator"]}:
+            raise ValueError(
+                "--speculator and --draft-model both name what drafts: give one of them"
+            )
+        return {**values, "draft_model": values["speculator"]}
+
+    @field_validator("rope_scaling", "hf_overrides")
+    @classmethod
+    def _check_object(cls, value: str | None, info: ValidationInfo) -> str | None:
+        is_name = info.field_name == "rope_scaling" and value in ROPE_NAMES
+        if value is not None and not is_name:
+            json_object(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_factor(self) -> Self:
+        if self.rope_factor is not None and self.rope_parameters is not None:
+            raise ValueError(
+                "--rope-factor is for --rope-scaling linear and dynamic; an object has its own factor"
+            )
+        return self
+
+    @property
+    def rope_parameters(self) -> dict[str, Any] | None:
+        """The object of --rope-scaling; None for a name."""
+        text = self.rope_scaling
+        return None if text is None or text in ROPE_NAMES else json_object(text)
 
 
 class RequestFlags(BaseModel):

@@ -24,6 +24,10 @@ class AdapterInvalid(ValueError):  # noqa: N818
     """An adapter's file is missing or damaged, or does not fit the model."""
 
 
+class ImageInvalid(ValueError):  # noqa: N818
+    """An image that the router puts has other sizes than it says or than the model reads, or its slot is taken."""
+
+
 class AdapterMemoryFull(Exception):  # noqa: N818
     """An adapter needs more pages than are free."""
 

@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
+from millrace_proto.log_output import log_text
+
 LEVELS = {
     "trace": logging.DEBUG,
     "debug": logging.DEBUG,
@@ -22,16 +24,22 @@ NOISY_LIBRARIES = (
     *("httpx", "httpx2", "httpcore", "httpcore2", "urllib3"),
 )
 
+logger = logging.getLogger(__name__)
+
 
 def configure(level: str, *, json_output: bool, file: TextIO | None = None) -> None:
     """Log records of `level` and above, and warnings of libraries, to `file` or standard output."""
     threshold = LEVELS[level]
-    handler = logging.StreamHandler(sys.stdout if file is None else file)
+    handler = logging.StreamHandler(log_text(sys.stdout if file is None else file, _report_dropped))
     handler.setFormatter(JsonFormatter() if json_output else TextFormatter())
     logging.basicConfig(handlers=[handler], level=threshold, force=True)
     logging.captureWarnings(capture=True)
     for name in NOISY_LIBRARIES:
         logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
+
+
+def _report_dropped(count: int) -> None:
+    logger.warning("%d lines of the log were dropped, because nothing read them", count)
 
 
 class JsonFormatter(logging.Formatter):

@@ -1,4 +1,7 @@
-"""Ends the process: when its parent ends, since a shard needs its launcher, and in time whatever it computes."""
+"""Ends the process: when its parent ends, since a shard needs its launcher, and in time whatever it computes.
+
+It also measures the parts of a start.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import logging
 import os
 import signal
 import sys
-from typing import NoReturn
+import time
+from pathlib import Path
+from typing import NoReturn, Self
 
 PR_SET_PDEATHSIG = 1
 SIGEV_THREAD = 2
@@ -16,6 +21,36 @@ PARENT = os.getppid()
 """The parent process id at the start."""
 START_AGAIN = 75
 """Exit code of a rank whose group has to meet anew: EX_TEMPFAIL."""
+
+
+class Stages:
+    """The parts of a start, in seconds since the process began, and in seconds of CPU time of all its threads."""
+
+    def __init__(self) -> None:
+        self._parts = list[str]()
+        self._since = (0.0, 0.0)
+
+    def done(self, name: str) -> Self:
+        """The part `name` ends now; it began with the end of the last one."""
+        now = (_age(), time.process_time())
+        seconds, busy = (after - before for after, before in zip(now, self._since, strict=True))
+        self._parts.append(f"{name} {seconds:.2f} ({busy:.2f})")
+        self._since = now
+        return self
+
+    def __str__(self) -> str:
+        """All of them, for the log."""
+        return "{:.2f} s ({:.2f} s of CPU time): ".format(*self._since) + ", ".join(self._parts)
+
+
+def _age() -> float:
+    """Seconds since the process began; its CPU time where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError):
+        return time.process_time()
 
 
 def die_with_parent(parent: int | None = None) -> None:

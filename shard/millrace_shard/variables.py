@@ -25,6 +25,9 @@ class Variables(BaseSettings):
     cxx: str | None = Field(
         default=None, description="C++ compiler with arguments; g++ when absent."
     )
+    cc: str | None = Field(
+        default=None, description="Triton's C compiler; gcc or clang when absent."
+    )
     xdg_cache_home: Path | None = Field(default=None, description="The user's folder for caches.")
     hf_home: Path | None = Field(default=None, description="Folder of the hub's client.")
     hf_hub_cache: Path | None = Field(default=None, description="Folder of downloaded models.")
@@ -59,3 +62,19 @@ class Variables(BaseSettings):
     @property
     def is_offline(self) -> bool:
         return self.hf_hub_offline.lower() in TRUE_WORDS
+
+
+class GpuVariables(BaseSettings):
+    """NVIDIA's variables, of which an empty one is not absent."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+
+    cuda_visible_devices: str | None = Field(default=None, description="GPUs, separated by commas.")
+
+    @property
+    def hides_gpus(self) -> bool:
+        """Whether no GPU is visible because the operator wants none."""
+        return self.cuda_visible_devices is not None and self.cuda_visible_devices.strip() in (
+            "",
+            "-1",
+        )

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
-import subprocess
+import os
+import runpy
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from bench.gpu.checks import bits, capture, faults, memory, sanitizer, steps, tests, verify
+from bench.gpu.checks import agreement, bits, capture, compilation, faults, memory, steps, verify
+from bench.gpu.children import Ended
+from bench.gpu.engine.kernels import kernels_for
 from bench.gpu.engine.random_steps import RandomSteps
 from bench.gpu.engine.scale import SCALES, TINY
-from bench.gpu.engine.session import Session, distance, largest_distance, opened, other_tokens
-from bench.gpu.figures import CHECK, UNCHECKED, Figure
+from bench.gpu.engine.session import Session, opened
+from bench.gpu.figures import CHECK, Figure
+from bench.gpu.page import Results
+from bench.gpu.plan import Stage
+from bench.gpu.programs import mixed_step
 from bench.gpu.setting import Setting
 from bench.harness.checkpoints import write_checkpoint
 from torch import Tensor
 
-from millrace_shard.batch.step import Forward, StepResult
+from millrace_shard.batch.step import Forward
+from millrace_shard.config import ShardConfig
 from millrace_shard.errors import StepInvalid
 from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -59,7 +68,7 @@ class CompanyKernels(PlainKernels):
         return super().silu_mul(gate_up) + 1e-6 * (len(gate_up) > 64)
 
 
-def test_rows_with_other_bits_in_company_are_found(tmp_path: Path) -> None:
+def test_rows_whose_bits_depend_on_the_batch_are_detected(tmp_path: Path) -> None:
     right, wrong = PlainKernels(deterministic=True), CompanyKernels(deterministic=True)
     given = setting(tmp_path)
     assert bits.differing_arrangements(right, CASE, given) == []
@@ -71,62 +80,10 @@ def test_rows_with_other_bits_in_company_are_found(tmp_path: Path) -> None:
     assert bits.differing_operators(wrong, torch.float32, CPU) == ["activation"]
 
 
-def test_the_attended_row_is_the_last_query_of_its_sequence() -> None:
-    """Against softmax attention from its definition."""
-    row, other = (bits.Row.random(CASE, length, length, CPU) for length in (70, 33))
-    found = bits.attended(PlainKernels(deterministic=True), [other, row], [1, 9], 1)
-    keys, values = (
-        each.repeat_interleave(CASE.group, dim=1).double() for each in (row.keys, row.values)
-    )
-    scores = torch.einsum("hd,khd->hk", row.queries[-1].double(), keys) / 16**0.5
-    expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values).flatten()
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
-
-
 @pytest.fixture(scope="module")
 def session() -> Session:
     with opened(TINY, SCALE, CPU, ["--device=cpu", "--disable-custom-kernels"]) as model:
         return model.session(max_rows=2)
-
-
-@pytest.fixture(scope="module")
-def played(session: Session) -> list[StepResult]:
-    session.clear()
-    return session.admit(2, 5, room=2) + session.play(2, 1)
-
-
-def test_the_distance_of_results_is_that_of_their_log_probabilities(
-    played: list[StepResult],
-) -> None:
-    result = played[-1]
-    moved = replace(result, logprobs=result.logprobs + np.float32(0.25))
-    assert distance(result, result) == 0
-    assert distance(result, moved) == pytest.approx(0.25)
-    unknown = replace(result, logprobs=result.logprobs * np.nan)
-    assert distance(result, unknown) == float("inf")
-    assert distance(result, replace(result, slots=result.slots + 1)) == float("inf")
-    assert other_tokens(result, replace(result, ids=result.ids + np.array([0, 1]))) == 1
-    assert largest_distance([result, result], [result, moved]) == pytest.approx(0.25)
-
-
-def test_a_session_that_is_cleared_plays_the_same_again(
-    session: Session, played: list[StepResult]
-) -> None:
-    session.clear()
-    again = session.admit(2, 5, room=2) + session.play(2, 1)
-    assert largest_distance(played, again) == 0
-    assert sum(map(other_tokens, played, again)) == 0
-
-
-def test_a_prompt_beside_decodes_leaves_their_tokens(session: Session) -> None:
-    session.clear()
-    session.admit(1, 5, room=3)
-    (alone,) = session.play(1, 1)
-    session.clear()
-    session.admit(1, 5, room=3)
-    beside = session.admit_beside(1, 7, room=3)
-    assert sorted(beside.slots) == [0, 1]
-    assert beside.ids[beside.slots.tolist().index(0)] == alone.ids[0]
 
 
 def random_steps(seed: int, block_size: int = 16) -> RandomSteps:
@@ -139,15 +96,6 @@ def random_steps(seed: int, block_size: int = 16) -> RandomSteps:
     )
 
 
-def test_random_steps_are_the_same_for_a_seed_whatever_the_blocks() -> None:
-    def first(seed: int, block_size: int) -> list[tuple[list[int], list[int]]]:
-        found = itertools.islice(random_steps(seed, block_size), 60)
-        return [(s.chunk_tokens.tolist(), s.decode_slots.tolist()) for s in found]
-
-    assert first(1, 16) == first(1, 32)
-    assert first(1, 16) != first(2, 16)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
@@ -156,7 +104,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.inference_mode()
-def test_random_steps_with_other_tokens_are_found(checkpoint: Path) -> None:
+def test_random_steps_with_other_tokens_are_detected(checkpoint: Path) -> None:
     def pairs(change: int) -> list[tuple[Forward, Forward]]:
         return [
             (step if number < change else moved(step), step)
@@ -209,33 +157,6 @@ def test_a_comparison_of_verify_that_fails_is_a_missed_check(
     assert second.name == "millrace-verify, deterministic off"
 
 
-def test_verify_that_starts_no_server_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verify, "command", lambda *_: [sys.executable, "-c", "exit(2)"])
-    with pytest.raises(RuntimeError, match="ended with 2"):
-        verify.run(setting(tmp_path), print)
-
-
-def test_verify_that_takes_too_long_is_not_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def report(*_: object) -> None:
-        raise subprocess.TimeoutExpired("verify", 9)
-
-    monkeypatch.setattr(verify, "report", report)
-    assert {f.kind for f in figures_of(verify.run, setting(tmp_path))} == {UNCHECKED}
-
-
-def test_the_flags_of_verify_are_those_of_its_command_line(tmp_path: Path) -> None:
-    on_gpu = replace(setting(tmp_path), device=torch.device("cuda"), shard_flags=())
-    words = verify.command(on_gpu, tmp_path, "on")
-    assert words[1:3] == ["-m", "millrace.verify"]
-    assert words[words.index("--") + 1 :] == ["--device=cuda", "--deterministic=on"]
-    without = verify.command(setting(tmp_path), tmp_path, "off")
-    assert "--deterministic=off" in without[without.index("--") :]
-
-
 class CapturableKernels(PlainKernels):
     """Plain torch that a capture accepts."""
 
@@ -263,40 +184,124 @@ def test_a_full_cache_holds_as_many_of_the_longest_sequences_as_fit(tmp_path: Pa
     assert found.detail["cache_tokens"] <= SCALE.memory_tokens + 16
 
 
+def test_each_case_of_the_checks_is_compiled_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ((compilation, "starts"), (agreement, "cases"), (bits, "cases"))
+    for number, (stage, name) in enumerate(names):
+        calls = [partial(str, f"{number} {case}") for case in range(5)]
+        monkeypatch.setattr(stage, name, lambda _, calls=calls: iter(calls))
+    parts = [
+        [str(case()) for case in compilation.cases_of(index, 3, setting(tmp_path))]
+        for index in range(3)
+    ]
+    assert sorted(itertools.chain(*parts)) == [
+        f"{n} {case}" for n in (0, 1, 2) for case in range(5)
+    ]
+    assert [part[0] for part in parts] == ["0 0", "0 1", "0 2"]
+
+
+def test_the_cases_are_those_that_the_stages_run(tmp_path: Path) -> None:
+    scale = SCALE
+    dtypes, sizes = len(scale.checked_dtypes), len(scale.checked_head_dims)
+    assert len(list(agreement.cases(setting(tmp_path)))) == 2 * dtypes * sizes
+    attended = sizes * len(scale.checked_groups) * len(scale.contexts)
+    assert len(list(bits.cases(setting(tmp_path)))) == dtypes * (1 + attended)
+
+
+def test_the_check_of_a_start_is_run_for_each_model_in_both_modes(tmp_path: Path) -> None:
+    """Here without comparing, as servers of these stages do on CPU."""
+    without_flags = replace(setting(tmp_path), shard_flags=())
+    kernels = [start() for start in compilation.starts(without_flags)]
+    assert [(each.name, each.deterministic) for each in kernels] == [
+        ("cuda", False),
+        ("cuda", True),
+    ] * 2
+
+
+RESOURCES = """
+Fatbin elf code:
+ Function _multiply:
+  REG:188 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:612 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+
+def test_the_table_of_kernels_has_the_largest_variant_of_each(tmp_path: Path) -> None:
+    for name, shared in (("fold", 0), ("multiply", 100), ("multiply", 70), ("multiply", 99)):
+        folder = tmp_path / "cache" / f"{name}{shared}"
+        folder.mkdir(parents=True)
+        (folder / f"{name}.cubin").write_bytes(b"")
+        (folder / f"{name}.json").write_text(json.dumps({"shared": shared}))
+    looked_at: list[str] = []
+
+    def usage(code: Path) -> tuple[int, int]:
+        looked_at.append(code.parent.name)
+        return compilation.read_usage(RESOURCES)
+
+    figures = list(compilation.table(tmp_path / "cache", usage))
+    assert looked_at == ["fold0", "multiply100"]
+    stage = Stage("bench.gpu.checks.compilation", "?", 1, 1)
+    results = Results(tmp_path, device="cuda", shape="8b")
+    results.add(stage, Ended("ok", 1.0, ()), figures)
+    row = next(line for line in results.text().splitlines() if "multiply" in line)
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        "multiply",
+        "3",
+        "188",
+        "8",
+        "100",
+    ]
+
+
+def test_the_interpreter_has_nothing_to_compile(tmp_path: Path) -> None:
+    (figure,) = figures_of(compilation.run, setting(tmp_path))
+    assert figure.text().startswith("kernels compiled first: not checked, needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("status", "device", "missed"),
+    [(0, "cuda", 0), (-6, "cuda", 0), (-6, "cpu", -6), (1, "cuda", 1), (-11, "cuda", -11)],
+)
+def test_nccls_watchdog_may_abort_the_rank_that_is_left(
+    status: int, device: str, missed: int
+) -> None:
+    assert faults.missed_by(status, device) == missed
+
+
 def test_a_rank_that_is_killed_ends_the_collective_of_the_other() -> None:
     found = faults.rank_killed("cpu")
     assert (found.kind, found.value) == (CHECK, 0)
     assert found.detail["said"].startswith("CollectiveError")
 
 
-def test_a_fault_that_needs_a_gpu_is_not_checked_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(faults, "rank_killed", lambda _: Figure(name="rank", value=0, unit=""))
-    found = figures_of(faults.run, setting(tmp_path))
-    assert [(f.name, f.kind) for f in found] == [
-        ("illegal access", UNCHECKED),
-        ("memory taken", UNCHECKED),
-        ("rank", ""),
-    ]
-
-
-def test_the_program_of_the_sanitizer_runs(tmp_path: Path) -> None:
-    status, *tools = figures_of(sanitizer.run, setting(tmp_path))
-    assert (status.kind, status.value) == (CHECK, 0)
-    assert [(tool.name, tool.kind) for tool in tools] == [
-        ("memcheck", UNCHECKED),
-        ("racecheck", UNCHECKED),
-    ]
-
-
-def test_outcomes_of_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
+def test_a_model_under_a_sanitizer_is_opened_without_the_checks_of_a_start() -> None:
+    """With them, CUDA's kernels would be launched here, where there is no GPU or the sanitizer's time is short."""
+    config = ShardConfig.from_args(["model"])
+    kernels = kernels_for(
+        config, torch.device("cuda"), torch.bfloat16, LayerShape.small(64), is_checked=False
     )
-    monkeypatch.setattr(tests, "ROOT", tmp_path)
-    scale = replace(SCALE, tests=("test_*.py",))
-    given = replace(setting(tmp_path), scale=scale)
-    (found,) = figures_of(tests.run, given)
-    assert found.detail == {"summary": "1 failed, 1 passed, 1 skipped", "failed": 1, "skipped": 1}
-    assert found.value == 1
+    assert kernels.name == "cuda"
+    assert "is_checked=False" in inspect.getsource(mixed_step.main)
+
+
+def test_the_program_of_an_illegal_access_ends_before_torch_shuts_down(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which may abort on a lost device."""
+
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def ended(status: int) -> None:
+        raise ProcessEnded(status)
+
+    class ProcessEnded(BaseException):
+        pass
+
+    monkeypatch.setattr(torch, "zeros", lost)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(ProcessEnded) as end:
+        runpy.run_module("bench.gpu.programs.illegal_access", run_name="__main__")
+    assert end.value.args == (0,)
+    assert capsys.readouterr().out == "RuntimeError, lost: True, out of memory: False\n"

@@ -19,9 +19,8 @@ from bench.peers.engines import SHARD_FLAGS
 from bench.peers.millrace_engine import MillraceEngine, load
 from bench.peers.process import SOURCES, EngineError, EngineProcess
 from bench.peers.revisions import PACKAGES, at_revision, environment_of
-from bench.peers.transformers_generate import PaddedBatches, left_padded
 from bench.peers.worker import Limits, Request, drive
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 STOP_SECONDS = 30.0
 LIMITS = Limits(max_streams=2, max_tokens=16, kv_tokens=32, threads=1)
@@ -58,11 +57,6 @@ def test_the_loop_keeps_its_concurrency_and_stamps_every_token(concurrency: int)
     assert all(m.due <= m.arrivals[0] and m.arrivals == sorted(m.arrivals) for m in moments)
 
 
-def test_another_length_than_asked_for_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="request 0 asked for 3 tokens and got 4"):
-        drive(Steps(surplus=1), REQUESTS, 8)
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[EngineProcess]:
     path = os.pathsep.join(str(ROOT / source) for source in (*SOURCES, "tests/support"))
@@ -85,7 +79,7 @@ def test_requests_go_out_and_timelines_come_back(engine: EngineProcess, tmp_path
         assert all(t.first_token_seconds == pytest.approx(0.5) for t in timelines)
 
 
-def test_between_calls_it_is_frozen_and_in_the_end_it_is_gone(
+def test_an_engine_is_frozen_between_calls_and_gone_at_the_end(
     engine: EngineProcess, tmp_path: Path
 ) -> None:
     engine.load(tmp_path, LIMITS)
@@ -104,15 +98,6 @@ def test_between_calls_it_is_frozen_and_in_the_end_it_is_gone(
     assert not process.is_running()
 
 
-def test_a_model_that_does_not_load_is_an_error_with_its_traceback(
-    engine: EngineProcess, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        EngineError, match=r"fake ended with 1:[\s\S]*FileNotFoundError: .*1 thread"
-    ):
-        engine.load(tmp_path / "missing", LIMITS)
-
-
 def test_an_engine_that_dies_is_an_error_and_stays_one(
     engine: EngineProcess, tmp_path: Path
 ) -> None:
@@ -120,17 +105,6 @@ def test_an_engine_that_dies_is_an_error_and_stays_one(
     for _ in range(2):
         with pytest.raises(EngineError, match="no thirteen"):
             engine.run([Request([13], 1)], 1)
-
-
-def test_an_engine_whose_threads_outlive_it_is_ended(
-    engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bench.peers.process.END_SECONDS", 0.1)
-    engine.load(tmp_path, LIMITS)
-    (process,) = engine.processes()
-    with pytest.raises(EngineError, match="no fourteen"):
-        engine.run([Request([14], 1)], 1)
-    assert not process.is_running()
 
 
 SHAPE = Shape(
@@ -159,15 +133,6 @@ def millrace_engine(checkpoint: Path) -> Iterator[MillraceEngine]:
         millrace_engine = load(checkpoint, ENGINE_LIMITS)
     yield millrace_engine
     millrace_engine.close()
-
-
-@pytest.mark.parametrize("concurrency", [1, 3, 5])
-def test_every_request_gets_its_tokens_in_order(
-    millrace_engine: MillraceEngine, concurrency: int
-) -> None:
-    moments = millrace_engine.run(ENGINE_REQUESTS, concurrency)
-    assert [len(m.arrivals) for m in moments] == [3, 4, 5, 6, 7]
-    assert all(m.due < m.arrivals[0] and m.arrivals == sorted(m.arrivals) for m in moments)
 
 
 def test_the_tokens_are_the_models(millrace_engine: MillraceEngine, checkpoint: Path) -> None:
@@ -228,55 +193,3 @@ def test_an_earlier_revision_runs_its_own_files(repository: Path, tmp_path: Path
     assert (folder / "proto" / "generated.py").exists()
     assert server.is_installed
     assert at_revision("old").name == server.name != at_revision("new").name
-
-
-@pytest.mark.usefixtures("repository")
-def test_a_revision_that_git_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="git: fatal"):
-        at_revision("nonsense")
-
-
-def test_a_revision_whose_code_cannot_be_generated_leaves_nothing(
-    repository: Path, tmp_path: Path
-) -> None:
-    (repository / "proto" / "compile.py").write_text("raise SystemExit('no compiler')")
-    git(repository, "commit", "--quiet", "--all", "--message", "broken")
-    with pytest.raises(ValueError, match="no compiler"):
-        at_revision("HEAD")
-    assert not list((tmp_path / "peers").glob("at-*[0-9a-f]"))
-
-
-STATIC_REQUESTS = [Request(list(range(500, 503 + n)), 3 + n) for n in range(5)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(Path(folder), SHAPE, seed=3)
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return loaded.eval()
-
-
-def test_prompts_are_padded_on_the_left() -> None:
-    ids, mask = left_padded([[7], [8, 9, 10]])
-    assert ids.tolist() == [[0, 0, 7], [8, 9, 10]]
-    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
-
-
-def test_a_row_of_a_padded_batch_has_the_tokens_that_it_has_alone(model: PreTrainedModel) -> None:
-    batches = PaddedBatches(model)
-    together = batches.generate(STATIC_REQUESTS)
-    assert together.shape == (5, 7 + 7)
-    for row, request in zip(together, STATIC_REQUESTS, strict=True):
-        (alone,) = batches.generate([request])
-        num_new = request.new_tokens
-        assert row[7 : 7 + num_new].tolist() == alone[len(request.ids) :].tolist()
-
-
-def test_requests_have_their_own_lengths_and_the_end_of_their_batch(model: PreTrainedModel) -> None:
-    moments = PaddedBatches(model).run(STATIC_REQUESTS, 2)
-    assert [len(each.arrivals) for each in moments] == [3, 4, 5, 6, 7]
-    assert len({each.due for each in moments}) == 1
-    ends = [each.arrivals[0] for each in moments]
-    assert all(set(each.arrivals) == {end} for each, end in zip(moments, ends, strict=True))
-    assert ends[0] == ends[1] < ends[2] == ends[3] < ends[4]

@@ -9,16 +9,12 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from bench.gguf import LEVELS, WordLevel, check_lengths, single_words
 from bench.harness.checkpoints import Shape, write_checkpoint
-from bench.harness.paths import DEMO
-from bench.peers.engines import gguf_model
 from bench.quantized.formats import ENCODERS, GROUP, int4
 from bench.quantized.gguf_writer import write_gguf
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from millrace_shard.weights.gguf.files import GgufFiles
 from millrace_shard.weights.gguf.folder import prepare_gguf
@@ -96,14 +92,6 @@ def test_transformers_reads_the_same_weights(folder: Path, tmp_path: Path) -> No
         assert torch.allclose(read, wide, atol=float(wide.abs().max()) / 120), name
 
 
-def test_the_tokenizer_is_the_same(folder: Path, tmp_path: Path) -> None:
-    write_gguf(folder, tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
-    ours = AutoTokenizer.from_pretrained(folder)
-    text = " a few words zz qqq"
-    assert theirs(text).input_ids == ours(text).input_ids
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_the_shard_reads_the_numbers_of_the_blocks(folder: Path, tmp_path: Path, kind: str) -> None:
     block_type = gguf.GGMLQuantizationType[kind]
@@ -116,27 +104,3 @@ def test_the_shard_reads_the_numbers_of_the_blocks(folder: Path, tmp_path: Path,
             expected = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
         assert torch.equal(files.read(name, dim=0, span=(0, len(tensor))), expected), name
     files.close()
-
-
-TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-
-
-def test_prompts_are_words_of_one_token_each() -> None:
-    words = single_words(TOKENIZER)
-    assert len(words) > 100
-    levels = [WordLevel.of(level, words) for level in LEVELS]
-    check_lengths(levels, TOKENIZER)
-    prompts = [prompt for level in levels for prompt in level.prompts()]
-    assert len({prompt[:60] for prompt in prompts}) == len(prompts)
-    assert list(levels[0].prompts()) == list(levels[0].prompts())
-
-
-def test_a_word_of_two_tokens_is_noticed() -> None:
-    level = WordLevel.of(LEVELS[0], (" zzzqqq",))
-    with pytest.raises(ValueError, match=r"a prompt of c=1 16\+128 has \d+ tokens"):
-        check_lengths([level], TOKENIZER)
-
-
-def test_a_gguf_file_is_not_converted(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    assert gguf_model(file) == file

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from collections import Counter
 from dataclasses import fields
-from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
 from bench.scale import simulate
 from bench.scale.cache_index import CacheIndex, IndexedCache
-from bench.scale.compare import fleet
 from bench.scale.fast_engine import FastEngine
-from bench.scale.fleet import CellsByPrefix, CellsInTurn, Division
 from bench.scale.fleet_metrics import FLEET_FIGURES
-from bench.scale.gateway import (
-    Gateway,
-    KvAware,
-    LeastLoaded,
-    PrefixHash,
-    Ring,
-    RoundRobin,
-    Ticket,
-    beginning,
-)
+from bench.scale.gateway import Gateway, KvAware, Ticket
 from bench.scale.kv_follower import Follower, block_names
-from bench.scale.load import prompt_ids, shifted, shortened
-from bench.scale.simulated_replica import Routing
-from bench.scale.timed_shards import TimedShard
-from bench.scale.traces import TraceWorkload, copied, read_published
-from bench.scale.validate import Compared, errors, parse_arguments, text
+from bench.scale.load import prompt_ids
+from bench.scale.traces import read_published
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,10 +24,7 @@ from millrace.simulate.engine import Engine
 from millrace.simulate.metrics import Distribution, SimulationMetrics
 from millrace.simulate.simulated_request import Arrival
 from millrace.simulate.trace import TraceError
-from millrace_proto import generate_pb2 as pb
 from millrace_router.kv_events.recorder import EventRecorder
-from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.scheduler.block_manager import BlockManager
 
@@ -58,45 +38,6 @@ COSTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("request_", "load"),
-    [
-        (pb.StepRequest(decode=pb.Decode(decode_slots=[0, 1, 5])), StepLoad(decodes=3)),
-        (
-            pb.StepRequest(
-                prefill=pb.Prefill(chunk_slots=[2, 3], chunk_tokens=[7, 40], decode_slots=[1])
-            ),
-            StepLoad(prefill_tokens=47, num_chunks=2, decodes=1),
-        ),
-        (
-            pb.StepRequest(prefill=pb.Prefill(chunk_slots=[2], chunk_tokens=[7])),
-            StepLoad(prefill_tokens=7, num_chunks=1),
-        ),
-    ],
-)
-def test_a_timed_step_takes_what_the_cost_model_says(
-    request_: pb.StepRequest, load: StepLoad
-) -> None:
-    shard = TimedShard(COSTS, vocab_size=500, num_blocks=10)
-    expected = CostModel.fixed(COSTS).seconds(load)
-    assert shard.seconds(request_) == pytest.approx(expected)
-
-
-def test_costs_of_contexts_are_refused() -> None:
-    with pytest.raises(ValueError, match="prefill_pair have to be 0"):
-        TimedShard(COSTS | {"prefill_pair": 1e-9}, vocab_size=500, num_blocks=10)
-
-
-def test_a_shorter_request_shares_as_many_parts() -> None:
-    long = Arrival(1.0, 1030, 100, chain=(4, 5, 6), chain_tokens=512)
-    short = shortened(long, 32)
-    assert (short.prompt_tokens, short.output_tokens, short.max_new_tokens) == (33, 3, 3)
-    assert (short.chain, short.chain_tokens) == ((4, 5, 6), 16)
-    assert shortened(Arrival(0.0, 5, 5), 32).output_tokens == 1
-    with pytest.raises(ValueError, match="cannot be 3 times shorter"):
-        shortened(long, 3)
-
-
 def test_prompts_have_equal_tokens_where_chains_are_equal() -> None:
     def ids(*chain: int, tokens: int) -> list[int]:
         return prompt_ids(Arrival(0.0, tokens, 1, chain=chain, chain_tokens=16), 0, 1000)
@@ -107,18 +48,6 @@ def test_prompts_have_equal_tokens_where_chains_are_equal() -> None:
     assert one[32:] != other[32:40]
     alone = [prompt_ids(Arrival(0.0, 40, 1), number, 1000) for number in (0, 1, 0)]
     assert alone[0] == alone[2] != alone[1]
-
-
-def test_other_runs_have_other_prompts_a_little_later() -> None:
-    arrivals = [Arrival(at, 40, 1, chain=(1, 2, 3), chain_tokens=16) for at in (0.0, 0.05, 3.0)]
-    assert shifted(arrivals, 0.1, 0) == arrivals
-    for one in (shifted(arrivals, 0.1, seed) for seed in (1, 2)):
-        times = [arrival.arrived_at for arrival in one]
-        assert times == sorted(times)
-        assert times[0] >= 0.0
-        assert 3.0 < times[2] <= 3.1
-    assert shifted(arrivals, 0.1, 1) != shifted(arrivals, 0.1, 2)
-    assert prompt_ids(arrivals[0], 0, 1000, "a")[:16] != prompt_ids(arrivals[0], 0, 1000, "b")[:16]
 
 
 def test_an_index_follows_the_events_of_real_caches() -> None:
@@ -153,49 +82,7 @@ def test_an_index_follows_the_events_of_real_caches() -> None:
     assert held(prompts[1]) == [1, 0]
 
 
-def test_errors_are_relative() -> None:
-    real = {"hit_share": [0.2], "tokens_per_second": [100.0], "ttft_p50": [0.5], "ttft_p90": [1.0]}
-    figures: dict[Routing, Compared] = {
-        "prefix": {"measured": real, "simulated": real | {"ttft_p50": [0.6]}}
-    }
-    assert errors(figures) == pytest.approx([0.0, 0.0, 0.2, 0.0])
-    several: dict[Routing, Compared] = {
-        "kv": {"measured": real, "simulated": real | {"ttft_p50": [0.4, 0.5, 0.9]}}
-    }
-    assert errors(several) == pytest.approx([0.0, 0.0, 0.2, 0.0])
-    assert "| 0.6 (0.4 to 0.9) | 1.20" in text(several)
-    assert "| prefix  | TTFT p50, s | 0.5      | 0.6       | 1.20  |" in text(figures)
-    assert parse_arguments(["--trace", "x.jsonl"]).replicas == 4
-
-
-def options(**changes: object) -> argparse.Namespace:
-    values = {
-        "trace": Path("t.jsonl"),
-        "replicas_per_copy": 4,
-        "requests": 100,
-        "speedup": 1.0,
-        "sample": 250,
-        "cell_size": 256,
-        "gateways": 2,
-        "balance_factor": 1.5,
-        "cache": "0.32 M",
-    }
-    return argparse.Namespace(**(values | changes))
-
-
-def test_more_replicas_have_more_copies_and_some_cells_of_them_are_simulated() -> None:
-    small, large = (fleet(options(), "kv", count) for count in (16, 10_000))
-    assert isinstance(small.workload, TraceWorkload)
-    assert isinstance(large.workload, TraceWorkload)
-    assert (small.workload.copies, small.sample, small.num_simulated_cells) == (4, 16, 1)
-    assert (large.workload.copies, large.sample, large.num_simulated_cells) == (2500, 250, 1)
-    assert large.gateways == 2
-    assert large.workload.trace_requests == 100
-    with pytest.raises(ValueError, match="no whole number of copies"):
-        fleet(options(), "kv", 10)
-
-
-def test_a_fleet_has_the_flags_of_one_server_beside_its_own(
+def test_a_fleet_accepts_its_own_flags_and_the_flags_of_one_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost = tmp_path / "cost.json"
@@ -210,97 +97,6 @@ def test_a_fleet_has_the_flags_of_one_server_beside_its_own(
     assert len(rows) == len(FLEET_FIGURES)
     assert simulate.main([*flags, "--fail", "1:5:1"]) == 1
     assert simulate.main([*flags, "--colour", "red"]) == 1
-
-
-TRACE = [
-    Arrival(0.0, 600, 1, chain=(0, 1), chain_tokens=512),
-    Arrival(3.0, 700, 2, group="a", prefix_tokens=5),
-    Arrival(3.0, 1500, 3, chain=(0, 2, 3), chain_tokens=512),
-    Arrival(6.0, 40, 4),
-]
-SPAN = 7.5
-
-
-def test_one_copy_is_the_trace() -> None:
-    assert list(copied(iter(TRACE), 1)) == TRACE
-    assert list(copied(iter([]), 3)) == []
-
-
-def test_copies_come_in_order_within_the_time_of_the_trace() -> None:
-    found = list(copied(iter(TRACE), 3))
-    assert all(one.arrived_at <= other.arrived_at for one, other in pairwise(found))
-    assert 0 <= found[0].arrived_at < found[-1].arrived_at < SPAN
-    assert Counter(arrival.output_tokens for arrival in found) == dict.fromkeys((1, 2, 3, 4), 3)
-    times = [arrival.arrived_at for arrival in found if arrival.output_tokens == 4]
-    # Each copy begins in a third of its own.
-    assert sorted((at - 6.0) % SPAN // (SPAN / 3) for at in times) == [0, 1, 2]
-
-
-def test_requests_in_turn_go_to_every_replica_from_every_part_of_the_trace() -> None:
-    times = (0.0, 1.13, 2.31, 3.47)
-    trace = [Arrival(at, 9, number) for number, at in enumerate(times, 1)]
-    found = list(copied(iter(trace), 100))
-    for replica in range(8):
-        lengths = [arrival.output_tokens for arrival in found[replica::8]]
-        assert len(lengths) == 50
-        assert set(lengths) == {1, 2, 3, 4}
-
-
-def test_copies_share_with_themselves_what_the_trace_shares() -> None:
-    found = list(copied(iter(TRACE), 3))
-    firsts = Counter(arrival.chain[0] for arrival in found if arrival.chain)
-    assert sorted(firsts.values()) == [2, 2, 2]
-    others = [number for arrival in found for number in arrival.chain[1:]]
-    assert len(set(others)) == len(others) == 9
-    assert len({arrival.group for arrival in found if arrival.group}) == 3
-
-
-def test_the_beginning_of_a_trace_has_the_span_of_its_requests(tmp_path: Path) -> None:
-    trace = tmp_path / "t.csv"
-    lines = "".join(f"{second},{second},3\n" for second in (1, 2, 3, 90))
-    trace.write_text(f"arrived_at,prompt_tokens,output_tokens\n{lines}", encoding="utf-8")
-    arrivals = list(TraceWorkload(trace=trace, trace_requests=3, copies=2).arrivals())
-    assert Counter(arrival.prompt_tokens for arrival in arrivals) == {1: 2, 2: 2, 3: 2}
-    # 3 requests in 3 s have a span of 4 s.
-    assert all(0 <= arrival.arrived_at < 4 for arrival in arrivals)
-
-
-def test_cells_differ_by_one_replica_at_most() -> None:
-    division = Division(10_000, 256)
-    assert (division.num_cells, {division.size(cell) for cell in range(40)}) == (40, {250})
-    division = Division(11, 4)
-    assert [division.size(cell) for cell in range(division.num_cells)] == [4, 4, 3]
-
-
-def test_a_cell_gets_as_many_requests_as_it_has_replicas() -> None:
-    cells = CellsInTurn(Division(11, 4))
-    counts = Counter(cells.choose(number, Arrival(0.0, 1, 1)) for number in range(1100))
-    assert counts == {0: 400, 1: 400, 2: 300}
-
-
-def test_the_beginnings_of_a_cell_are_spread_over_its_replicas() -> None:
-    division = Division(10_000, 64)
-    cells = CellsByPrefix(division, balance_factor=float("inf"))
-    arrivals = [Arrival(0.0, 1, 1, group=f"{number}") for number in range(40_000)]
-    mine = [each for number, each in enumerate(arrivals) if cells.choose(number, each) == 0]
-    assert len(mine) > 100
-    replicas = Ring(division.size(0))
-    homes = Counter(next(replicas.walk(beginning(each, 0))) for each in mine)
-    # Independent of the cell, so that a replica has about a sixty-fourth of them.
-    assert max(homes.values()) < 0.1 * len(mine)
-
-
-def test_a_beginning_has_a_cell_until_that_has_too_much() -> None:
-    cells = CellsByPrefix(Division(40, 10), balance_factor=1.25)
-    spread = Counter(
-        cells.choose(number, Arrival(0.1 * number, 1, 1, group=f"{number % 50}"))
-        for number in range(5000)
-    )
-    assert max(spread.values()) < 1.3 * 1250
-    one = [cells.choose(0, Arrival(1000.0 + number, 1, 1, group="x")) for number in range(100)]
-    assert Counter(one).most_common()[0][1] < 0.4 * 100
-    alone = [cells.choose(0, Arrival(5000.0 + 100 * n, 1, 1, group="x")) for n in range(5)]
-    assert len(set(alone)) == 1
 
 
 MOONCAKE = (
@@ -345,33 +141,11 @@ def test_azure_counts_from_its_first_request_over_midnight(tmp_path: Path) -> No
     [
         (
             MOONCAKE,
-            '{"timestamp": 3001, "input_length": 5, "output_length": 5}',
-            "hash_ids is miss",
-        ),
-        (
-            MOONCAKE,
             '{"timestamp": 3001, "input_length": 513, "output_length": 5, "hash_ids": [1]}',
             "hash_ids has 1 numbers for 513 tokens, not one for each 512",
         ),
-        (
-            MOONCAKE,
-            '{"timestamp": 3001, "input_length": 5, "output_length": 5, "hash_ids": ["x"]}',
-            r"hash_ids is \['x'\], not a list of integers",
-        ),
-        (
-            MOONCAKE,
-            '{"timestamp": 2999, "input_length": 5, "output_length": 5, "hash_ids": [1]}',
-            "arrives before",
-        ),
-        (
-            MOONCAKE,
-            '{"timestamp": 3001, "input_length": 5, "output_length": 0, "hash_ids": [1]}',
-            "output_length is 0, not a number of tokens, 1 or more",
-        ),
-        (QWEN, '{"timestamp": 3, "input_length": 5, "output_length": 5, "hash_ids": [1]}', "chat_"),
         (MOONCAKE, QWEN.strip(), "unknown field 'chat_id'"),
         (AZURE, "yesterday,1,2", "TIMESTAMP is 'yesterday', not a date and a time"),
-        (AZURE, "2023-11-17 00:00:02,1", "not as many fields"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, good: str, line: str, complaint: str) -> None:
@@ -379,11 +153,6 @@ def test_a_bad_line_is_named(tmp_path: Path, good: str, line: str, complaint: st
     number = len(good.splitlines()) + 1
     with pytest.raises(TraceError, match=rf"t{suffix}:{number}: {complaint}"):
         read(tmp_path, f"t{suffix}", good + line + "\n")
-
-
-def test_what_nobody_publishes_is_refused_with_line_and_field(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"b\.csv:2: unknown field 'Request tokens'"):
-        read(tmp_path, "b.csv", "arrived_at,Request tokens\n1,2\n")
 
 
 COST = {
@@ -462,33 +231,6 @@ def test_steps_taken_together_are_as_those_taken_one_by_one(
     assert list(first.cache._idle) == list(second.cache._idle)
 
 
-KEYS = [b"key %d" % number for number in range(4000)]
-
-
-def firsts(num_members: int) -> list[int]:
-    ring = Ring(num_members)
-    return [next(ring.walk(key)) for key in KEYS]
-
-
-def test_members_get_about_as_many_keys() -> None:
-    counts = Counter(firsts(8))
-    assert min(counts.values()) > 0.5 * len(KEYS) / 8
-    assert max(counts.values()) < 1.6 * len(KEYS) / 8
-
-
-def test_a_new_member_takes_keys_from_all_others_and_moves_no_other_key() -> None:
-    before, after = firsts(8), firsts(9)
-    moved = [b for b, a in zip(before, after, strict=True) if a != b]
-    assert all(a == 8 for b, a in zip(before, after, strict=True) if a != b)
-    assert 0.05 < len(moved) / len(KEYS) < 0.2
-    assert set(moved) == set(range(8))
-
-
-def test_a_walk_comes_to_every_member_once() -> None:
-    assert sorted(Ring(30).walk(b"x")) == list(range(30))
-    assert list(islice(Ring(5).walk(b"x"), 2)) == list(Ring(5).walk(b"x"))[:2]
-
-
 def ticket(number: int = 0, *, group: str = "", tokens: int = 100) -> Ticket:
     return Ticket(Arrival(0.0, tokens, 10, group=group), number, 0.0)
 
@@ -497,55 +239,6 @@ def sent(gateway: Gateway, asked: Ticket) -> Ticket:
     asked.replica = gateway.choose(asked)
     gateway.sent(asked)
     return asked
-
-
-def places(gateway: Gateway, count: int) -> list[int]:
-    return [sent(gateway, ticket(number)).replica for number in range(count)]
-
-
-def test_requests_go_round_past_those_that_are_down() -> None:
-    gateway = RoundRobin(3, first=2)
-    assert places(gateway, 4) == [2, 0, 1, 2]
-    gateway.set_up(0, is_up=False)
-    assert places(gateway, 3) == [1, 2, 1]
-    gateway.set_up(0, is_up=True)
-    assert places(gateway, 3) == [2, 0, 1]
-
-
-def test_the_least_loaded_gets_the_next() -> None:
-    gateway = LeastLoaded(3)
-    one, two, three = (sent(gateway, ticket(number)) for number in range(3))
-    assert [one.replica, two.replica, three.replica] == [0, 1, 2]
-    gateway.left(two)
-    assert sent(gateway, ticket()).replica == 1
-    gateway.left(three)
-    gateway.set_up(2, is_up=False)
-    assert sent(gateway, ticket()).replica in (0, 1)
-
-
-def test_a_beginning_stays_with_its_replica_until_the_bound() -> None:
-    gateway = PrefixHash(4, ring=Ring(4), balance_factor=2.0)
-    home = gateway.choose(ticket(group="a"))
-    counts = Counter(sent(gateway, ticket(group="a")).replica for _ in range(8))
-    # At most twice the mean: after n requests no more than ceil(2 * n / 4).
-    assert counts[home] == 4
-    assert set(counts) > {home}
-    free = PrefixHash(4, ring=Ring(4), balance_factor=float("inf"))
-    assert {sent(free, ticket(group="a")).replica for _ in range(8)} == {home}
-
-
-def test_the_hash_takes_2048_tokens() -> None:
-    def begins(*chain: int, tokens: int = 512) -> bytes:
-        return beginning(Arrival(0.0, len(chain) * tokens, 1, chain=chain, chain_tokens=tokens), 0)
-
-    assert begins(1, 2, 3, 4, 5) == begins(1, 2, 3, 4, 6)
-    assert begins(1, 2, 3, 4, 5) != begins(1, 2, 3, 7, 5)
-    assert begins(*range(128), 500, tokens=16) == begins(*range(128), 600, tokens=16)
-    assert begins(0, 1) != begins(0, 2)
-    short = [Arrival(0.0, 80, 1, chain=(1, 2, 3, 4, last), chain_tokens=16) for last in (5, 6)]
-    assert beginning(short[0], 0, 64) == beginning(short[1], 0, 64)
-    assert beginning(short[0], 0) != beginning(short[1], 0)
-    assert begins(5) == begins(5)
 
 
 def kv_aware(index: CacheIndex, keys: list[bytes]) -> KvAware:
@@ -575,15 +268,3 @@ def test_a_request_goes_where_the_fewest_tokens_are_left_to_compute() -> None:
     assert gateway._pending[1] == 49 - 12
     gateway.left(one)
     assert gateway._pending[1] == 49 - 12
-
-
-def test_the_index_knows_what_is_evicted_and_what_is_lost() -> None:
-    index, keys = CacheIndex(), [b"a/0", b"a/1"]
-    cache = IndexedCache(index, 0)
-    pins = [cache.enter(key, place) for place, key in enumerate(keys)]
-    cache.unpin([pin for pin in pins if pin is not None])
-    assert index.num_held(keys, 2) == [2, 0]
-    cache.evict()
-    assert index.num_held(keys, 2) == [1, 0]
-    cache.lose_all()
-    assert index.num_held(keys, 2) == [0, 0]

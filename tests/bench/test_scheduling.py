@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from bench.harness.quiet import Quiet
-from bench.harness.repeats import Repeated, Sample
 from bench.parts.client import Answer, Request
 from bench.parts.fixture import Fixture
-from bench.parts.part import Case, Figures, Part, as_json
+from bench.parts.part import Case, Figures, Part
 from bench.parts.texts import Texts
-from bench.scheduling.__main__ import PARTS, figures, parse_arguments, scene
+from bench.scheduling.__main__ import figures
 
 MANY = 8192
 
@@ -33,26 +32,23 @@ def request(**changes: Any) -> Request:
     return replace(Request(prompt=" ab", prompt_tokens=1, output_tokens=3), **changes)
 
 
-def answer(asked: Request, due: float, *arrivals: float, **headers: str) -> Answer:
-    names = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Answer(
-        asked, due, list(arrivals), headers=names, ended=max(arrivals, default=due), num_tokens=3
-    )
+def answer(asked: Request, due: float, *arrivals: float) -> Answer:
+    return Answer(asked, due, list(arrivals), ended=max(arrivals, default=due), num_tokens=3)
 
 
-def test_a_part_takes_turns_and_marks_what_was_disturbed(texts: Texts) -> None:
+def test_a_part_alternates_its_cases_and_marks_disturbed_runs(texts: Texts) -> None:
     order: list[tuple[str, int]] = []
 
     def run(where: Fixture, case: Case) -> Figures:
         order.append((case.name, where.repeat))
         where.other_cores = 0.5 if (case.name, where.repeat) == ("b", 1) else 0.0
-        return {"size": case.amount * (1 + where.repeat)}
+        return {"size": {"a": 1, "b": 10}[case.name] * (1 + where.repeat)}
 
     part = Part(
         name="p",
         title="P",
         method="How.",
-        cases=(Case("a", amount=1), Case("b", amount=10)),
+        cases=(Case("a"), Case("b")),
         run=run,
         conclude=lambda found: [f"b is {found['b']['size'].median:.0f}."],
     )
@@ -69,11 +65,6 @@ def test_a_part_takes_turns_and_marks_what_was_disturbed(texts: Texts) -> None:
     assert lines[-1] == "- b is 20."
 
 
-def test_prompts_shrink_to_the_positions_of_a_small_model(texts: Texts) -> None:
-    small = fixture(texts, most_positions=1024)
-    assert scene(small).long.prompt_tokens == 768
-
-
 def test_chunking_counts_the_pause_that_outlasts_the_long_prompt() -> None:
     before = [0.01 * n for n in range(100)]
     streams = [answer(request(), 0.0, *before, 3.0, 3.01) for _ in range(2)]
@@ -82,21 +73,3 @@ def test_chunking_counts_the_pause_that_outlasts_the_long_prompt() -> None:
     assert found["between tokens before, p50, ms"] == pytest.approx(10.0)
     assert found["longest, ms"] == pytest.approx(2010.0)
     assert found["its TTFT, ms"] == pytest.approx(2000.0)
-
-
-def test_a_table_is_kept_as_medians_and_ends() -> None:
-    table = {"a": {"x, ms": Repeated((Sample(1.0, 0.0), Sample(3.0, 0.0), Sample(9.0, 0.5)))}}
-    assert as_json(table) == {
-        "a": {"x, ms": {"median": 2.0, "least": 1.0, "most": 9.0, "repeats": 3, "other_cores": 0.5}}
-    }
-
-
-def test_the_command_line_knows_every_part() -> None:
-    assert parse_arguments([]).only == list(PARTS)
-    with pytest.raises(SystemExit):
-        parse_arguments(["--only", "chunking,nonsense"])
-
-
-def test_what_a_quick_run_finds_is_not_recorded() -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["--quick", "--record"])

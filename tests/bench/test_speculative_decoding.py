@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from aiohttp import web
 from bench.harness.server import RunningServer
 from bench.speculative_decoding import measure
-from bench.speculative_decoding.__main__ import parse_arguments
 from bench.speculative_decoding.measure import (
     ACCEPTED,
     DRAFTED,
@@ -21,7 +19,6 @@ from bench.speculative_decoding.measure import (
     Row,
     bodies,
     run_load,
-    run_round,
 )
 
 
@@ -45,7 +42,7 @@ def test_a_row_compares_rounds_that_had_the_same_requests() -> None:
     assert (row.tokens_per_step, row.drafted, row.accepted) == (2.5, 2.0, 0.6)
 
 
-def test_repetitive_prompts_hold_the_answer_and_plain_ones_the_question_alone() -> None:
+def test_repetitive_prompts_hold_the_answer_and_plain_ones_only_the_question() -> None:
     plain, repetitive = (
         [str(body["inputs"]) for body in bodies(kind, count=20, seed="a")]
         for kind in ("plain", "repetitive")
@@ -59,20 +56,6 @@ def test_repetitive_prompts_hold_the_answer_and_plain_ones_the_question_alone() 
     assert bodies("plain", count=20, seed="a") != bodies("plain", count=20, seed="b")
 
 
-def test_quick_figures_are_not_recorded(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["--quick", "--record"])
-    assert "nothing worth" in capsys.readouterr().err
-    assert parse_arguments(["--streams", "1,2"]).streams == (1, 2)
-
-
-def test_figures_are_medians_over_the_rounds() -> None:
-    content = a_row([100], [180]).as_json()
-    assert (content["load"], content["speedup"]) == ("plain, 8 at once", 1.8)
-    assert (content["rounds"], content["plain"], content["speculative"]) == (1, 100, 180)
-    assert content["accepted"] == 0.6
-
-
 class FakeServer:
     """Answers with its name and counts, as a server with draft tokens would."""
 
@@ -81,39 +64,6 @@ class FakeServer:
 
     def processes(self) -> list[object]:
         return []
-
-
-async def test_a_round_sends_everything_once_and_reads_what_counters_grew_by() -> None:
-    asked: list[Any] = []
-    steps = 7.0
-
-    async def generate(request: web.Request) -> web.Response:
-        nonlocal steps
-        body = await request.json()
-        asked.append(body["inputs"])
-        steps += 2
-        answer = {"generated_text": f"to {body['inputs']}", "details": {"generated_tokens": 5}}
-        return web.json_response(answer)
-
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(text=f"# TYPE\n{STEPS} {steps}\n{TOKENS} 3\n")
-
-    app = web.Application()
-    app.add_routes([web.post("/generate", generate), web.get("/metrics", metrics)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        host, port = runner.addresses[0][:2]
-        server = cast("RunningServer", FakeServer(f"http://{host}:{port}"))
-        requests: list[Mapping[str, Any]] = [{"inputs": str(number)} for number in range(9)]
-        found = await run_round(server, requests, 4)
-    finally:
-        await runner.cleanup()
-    assert sorted(asked) == [str(number) for number in range(9)]
-    assert found.answers == [f"to {number}" for number in range(9)]
-    assert found.metrics == {TOKENS: 0.0, STEPS: 18.0, DRAFTED: 0.0, ACCEPTED: 0.0}
 
 
 def test_an_answer_that_draft_tokens_changed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ async def test_a_rank_of_one_host_that_is_killed_is_the_measure_of_a_recovery(
 
 @pytest.mark.parametrize("rank", [1, 0])
 @pytest.mark.parametrize("fault", ["power", "link"])
-async def test_a_host_that_is_lost_under_load_costs_nobody_a_byte(
+async def test_a_host_lost_under_load_changes_no_byte_of_any_answer(
     deployment: Deployment,
     undisturbed: Sequence[Answer],
     rank: int,

@@ -50,7 +50,7 @@ def cluster(ray_cluster: RayCluster) -> Deployment:
     return made
 
 
-async def test_a_node_that_dies_under_load_costs_nobody_a_byte(
+async def test_a_node_that_dies_under_load_changes_no_byte_of_any_answer(
     cluster: Deployment, undisturbed: Sequence[Answer]
 ) -> None:
     before = ranks_on(cluster.hosts)
@@ -67,7 +67,7 @@ async def test_a_node_that_dies_under_load_costs_nobody_a_byte(
     assert after[lost.name] == 0
 
 
-def test_what_the_cluster_lacks_is_said(cluster: Deployment) -> None:
+def test_missing_nodes_of_the_cluster_are_reported(cluster: Deployment) -> None:
     second = cluster.launch("--num-shard=7", "--port=3001")
     assert second.process.wait(END_SECONDS) == 1
     assert "7 nodes with 1 CPU each are needed" in second.log

@@ -32,7 +32,7 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert replicas.slot_of("c") == 1
 
 
-def test_one_that_drains_stays_until_it_has_ended() -> None:
+def test_a_draining_replica_stays_listed_until_it_has_ended() -> None:
     replicas = Replicas()
     replicas.hold("a", "h", 1, slot=None)
     replicas.drain("a")
@@ -44,7 +44,7 @@ def test_one_that_drains_stays_until_it_has_ended() -> None:
     assert len(replicas) == 0
 
 
-def test_the_list_has_an_end() -> None:
+def test_a_full_list_of_replicas_is_an_error() -> None:
     replicas = Replicas()
     for number in range(SLOTS):
         replicas.hold(str(number), "h", number, slot=None)

@@ -78,7 +78,7 @@ async def answer_of(url: str, method: str, path: str, body: object) -> tuple[obj
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ROUTES)
-async def test_every_route_answers_as_the_launcher_alone_does(
+async def test_every_route_answers_like_a_single_launcher(
     served: Served, method: str, path: str, body: Mapping[str, Any] | None
 ) -> None:
     (launcher,) = served.launchers()
@@ -115,7 +115,7 @@ async def test_a_new_version_under_load_fails_no_request(
     record_property("requests_served", clients.num_served)
 
 
-async def test_a_replica_that_is_killed_breaks_its_own_streams_alone(served: Served) -> None:
+async def test_a_killed_replica_breaks_only_its_own_streams(served: Served) -> None:
     async with load(served.url, 8) as clients, asyncio.timeout(END_SECONDS):
         await until(lambda: clients.num_served > 8)
         victim = served.launchers()[0]
@@ -128,7 +128,7 @@ async def test_a_replica_that_is_killed_breaks_its_own_streams_alone(served: Ser
     assert victim not in served.launchers()
 
 
-async def test_a_node_that_is_lost_breaks_its_own_streams_alone(served: Served) -> None:
+async def test_a_lost_node_breaks_only_its_own_streams(served: Served) -> None:
     lost = served.hosts_by_load()[0]
     clients_of = load(served.url_of_head, 8, num_tokens=200)
     async with clients_of as clients, asyncio.timeout(END_SECONDS):

@@ -18,7 +18,7 @@ MIDDLE = 20
 FLAGS = ("cluster=ray", "num_shard=2", "shards_per_node=1", "num_cpus=0", "deterministic=on")
 
 
-async def test_a_node_of_a_rank_that_dies_costs_nobody_a_byte(
+async def test_a_dead_node_of_a_rank_changes_no_byte_of_any_answer(
     served: Served, undisturbed: Sequence[Answer]
 ) -> None:
     served.cluster.rejoin()

@@ -64,7 +64,7 @@ def test_a_replica_gets_its_launchers_grace() -> None:
         ({"min_replicas": 4, "max_replicas": 3}, "min_replicas (4) is more than max_replicas (3)"),
     ],
 )
-def test_what_cannot_be_is_said_by_name(given: dict[str, object], said: str) -> None:
+def test_invalid_serving_settings_are_refused_by_name(given: dict[str, object], said: str) -> None:
     with pytest.raises(ServingError) as raised:
         read(given)
     assert said in str(raised.value)
@@ -121,7 +121,7 @@ def test_random_lists_become_the_programs(proxy: NodeProxy) -> None:
         assert found == {name: expected(servers) for name in BACKENDS}
 
 
-def test_a_list_that_is_not_complete_takes_nobody_out(proxy: NodeProxy) -> None:
+def test_an_incomplete_list_removes_no_server(proxy: NodeProxy) -> None:
     first, second = (Server(slot, "127.0.0.1", slot, State.READY) for slot in (1, 2))
     proxy.apply([first], is_complete=True)
     proxy.apply([second], is_complete=False)
@@ -142,7 +142,7 @@ def test_a_program_that_ended_is_started_again_with_its_list(proxy: NodeProxy) -
     assert listed(proxy)["live"].keys() == {3}
 
 
-def test_a_port_that_is_taken_is_said(proxy: NodeProxy) -> None:
+def test_a_busy_port_of_the_node_proxy_is_reported(proxy: NodeProxy) -> None:
     proxy.apply([], is_complete=True)
     second = NodeProxy("127.0.0.1", proxy.port)
     with pytest.raises(ServingError, match=f"HAProxy cannot run at port {proxy.port} of this node"):
@@ -150,7 +150,9 @@ def test_a_port_that_is_taken_is_said(proxy: NodeProxy) -> None:
     second.end()
 
 
-def test_a_node_without_haproxy_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_node_without_haproxy_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "none"))
     assert shutil.which("haproxy") is None
@@ -158,7 +160,7 @@ def test_a_node_without_haproxy_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
         find_haproxy()
 
 
-def test_what_is_as_it_should_be_costs_no_command() -> None:
+def test_unchanged_servers_need_no_command() -> None:
     servers = {slot: Server(slot, "10.0.0.1", 3000, State.READY) for slot in (1, 7)}
     assert haproxy.changes(servers, servers) == []
 
@@ -198,7 +200,7 @@ class Seen:
     raw_metrics: dict[str, dict[str, list[Figure]]] = field(default_factory=dict)
 
 
-def test_nothing_is_decided_while_replicas_start_or_tell_nothing() -> None:
+def test_the_number_stays_while_replicas_start_or_report_nothing() -> None:
     policy = WaitPolicy(target_wait_seconds=1.0)
     busy = {WAIT: {"a": [Figure(0.0), Figure(9.0)]}, USED: {"a": [Figure(1.0)]}}
     assert policy(Seen(1, 1, busy)) == (2, {})

@@ -50,22 +50,22 @@ def spec(tmp_path: Path) -> str:
     ).to_json()
 
 
-def test_without_an_address(spec: str, tmp_path: Path) -> None:
+def test_ray_without_an_address_is_refused(spec: str, tmp_path: Path) -> None:
     assert refusal(MAIN, spec, tmp_path).startswith("--cluster ray needs RAY_ADDRESS")
 
 
-def test_without_ray(spec: str, tmp_path: Path) -> None:
+def test_a_missing_ray_package_is_reported(spec: str, tmp_path: Path) -> None:
     said = refusal(MAIN, spec, tmp_path, RAY_ADDRESS="127.0.0.1:6379")
     assert said.startswith("Ray is not installed: run `pip install '.[ray]'`")
 
 
-def test_where_nobody_listens(tmp_path: Path) -> None:
+def test_an_address_without_a_listening_cluster_is_refused(tmp_path: Path) -> None:
     with kept_port() as port:
         said = refusal(LISTENS, f"127.0.0.1:{port}", tmp_path)
     assert said.startswith(f"{ABSENT}127.0.0.1:{port}: ")
 
 
-def test_without_ray_serve(tmp_path: Path) -> None:
+def test_a_missing_ray_serve_package_is_reported(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", HIDING + SERVE, ""],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -89,7 +89,7 @@ HOSTS = (("10.0.0.1", "2.0", "3.0+cpu"), ("10.0.0.2", "2.0", "3.0+cpu"))
         (("2.0", "3.1+cpu"), "10.0.0.3 has torch 3.1+cpu, and 10.0.0.1 has 3.0+cpu"),
     ],
 )
-def test_another_version_is_said_with_its_host(third: tuple[str, str], said: str) -> None:
+def test_a_host_with_another_version_is_named(third: tuple[str, str], said: str) -> None:
     hosts = [
         Host(address=address, ports=(1,), millrace=millrace, torch=torch)
         for address, millrace, torch in (*HOSTS, ("10.0.0.3", *third))
@@ -97,7 +97,7 @@ def test_another_version_is_said_with_its_host(third: tuple[str, str], said: str
     assert difference(hosts, millrace="2.0") == said
 
 
-def test_a_launcher_of_another_version_is_said() -> None:
+def test_a_launcher_of_another_version_is_reported() -> None:
     host = Host(address="10.0.0.1", ports=(1,), millrace="2.0", torch="3.0")
     assert (
         difference([host], millrace="1.9") == "10.0.0.1 has Millrace 2.0, and the launcher is 1.9"

@@ -56,7 +56,7 @@ def test_the_schema_is_one_and_the_defaults_fit() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (CHART / "ci").iterdir()))
-def test_examples_fit(name: str) -> None:
+def test_example_values_match_the_schema(name: str) -> None:
     jsonschema.validate(values(f"ci/{name}"), SCHEMA)
 
 
@@ -96,7 +96,7 @@ def test_the_page_links_to_its_examples() -> None:
     assert all((CHART / name).is_file() for name in linked)
 
 
-def test_other_values_of_the_page_fit() -> None:
+def test_other_values_of_the_page_match_the_schema() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
@@ -104,13 +104,13 @@ def test_other_values_of_the_page_fit() -> None:
 
 
 @pytest.mark.parametrize("file", ["files/picker.yaml", "templates/autoscaler.yaml"])
-def test_its_metrics_are_those_of_the_router(file: str) -> None:
+def test_the_chart_names_only_metrics_of_the_router(file: str) -> None:
     named = set(re.findall(r"\bmillrace_\w+", (CHART / file).read_text()))
     assert named
     assert named <= series_names()
 
 
-def test_switches_that_may_be_absent_get_a_value() -> None:
+def test_the_chart_gives_optional_switches_a_value() -> None:
     listed = re.search(r"has \$name \(list ([^)]*)\)", (CHART / "templates/_pods.tpl").read_text())
     assert listed is not None
     found = {flag.name for flag in all_flags() if flag.field.annotation == bool | None}

@@ -70,14 +70,6 @@ def test_the_split_profile_joins_its_parts() -> None:
     assert {shard.address for shard in shards.values()} == {"0.0.0.0:50051"}
 
 
-def test_services_by_profile() -> None:
-    profiles = {name: service.get("profiles", []) for name, service in COMPOSE["services"].items()}
-    assert [name for name, wanted in profiles.items() if not wanted] == ["launcher"]
-    split = [name for name, wanted in profiles.items() if wanted == ["split"]]
-    assert split == ["router", "shard-0", "shard-1"]
-    assert all(set(OURS["router"]["depends_on"]) >= {name} for name in split[1:])
-
-
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
 def test_every_copied_file_exists_and_is_in_the_build_context(dockerfile: Path) -> None:
     allowed = [
@@ -107,11 +99,6 @@ def test_every_image_is_pinned_labelled_and_checked(dockerfile: Path) -> None:
     )
     assert "org.opencontainers.image.title" in words["LABEL"]
     assert "CMD" in words["HEALTHCHECK"]
-
-
-@pytest.mark.parametrize("service", sorted(set(COMPOSE["services"]) - set(OURS)))
-def test_every_foreign_image_is_pinned(service: str) -> None:
-    assert re.search(r":v?\d+\.\d+\.\d+$", COMPOSE["services"][service]["image"])
 
 
 def volumes_of(service: dict[str, Any]) -> dict[str, str]:
@@ -149,18 +136,6 @@ def test_compiled_kernels_outlive_the_container(service: str) -> None:
     assert f"install --directory --owner=10001 {folder.parent}" in " ".join(made.split())
 
 
-def test_secrets_are_handed_on_only_where_they_are_set() -> None:
-    """The variable is passed without a value, since an empty key is refused."""
-    assert OURS["launcher"]["environment"] == ["HF_TOKEN", "API_KEY"]
-    assert OURS["router"]["environment"] == ["API_KEY"]
-
-
-def test_what_is_built_without_a_target_is_the_launcher() -> None:
-    dockerfile = dockerfile_of("launcher")
-    assert list(stages(dockerfile))[-1] == "launcher"
-    assert environment(dockerfile)["PORT"] == "80"
-
-
 def test_the_router_image_has_no_torch() -> None:
     text = (ROOT / "deploy" / "docker" / "router.Dockerfile").read_text()
     assert "/wheels ./proto ./router \\\n" in text
@@ -170,7 +145,7 @@ def test_the_router_image_has_no_torch() -> None:
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
-def test_what_is_copied_into_the_image_is_readable_by_its_user(dockerfile: Path) -> None:
+def test_files_copied_into_the_image_are_readable_by_its_user(dockerfile: Path) -> None:
     copies = [rest for word, rest in instructions(dockerfile) if word == "COPY"]
     final = copies[next(i for i, rest in enumerate(copies) if "--from" in rest) + 1 :]
     assert final

@@ -37,7 +37,7 @@ def plan(*arguments: str) -> list[str]:
         (("ARGS=--model-id=a/c --port 82",), "a/c", 82),
     ],
 )
-def test_serve(
+def test_make_serve_passes_model_and_port_to_the_launcher(
     arguments: tuple[str, ...], model: str | None, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MODEL_ID", raising=False)
@@ -46,7 +46,7 @@ def test_serve(
     assert (settings.launcher.model_id, settings.router.port) == (model, port)
 
 
-def test_installing_says_so_first() -> None:
+def test_make_install_announces_itself_first() -> None:
     lines = plan("install", "--always-make")
     said = next(i for i, line in enumerate(lines) if "Installing Millrace into .venv" in line)
     assert "pip install" in " ".join(lines[said + 1 : said + 3])
@@ -79,7 +79,7 @@ def test_an_unknown_suite_is_refused() -> None:
     assert "SUITE=lang is not a suite: use long ecosystem cluster fuzz" in refusal.value.stderr
 
 
-def test_clean_removes_what_git_ignores_but_for_environments() -> None:
+def test_make_clean_removes_ignored_files_except_environments() -> None:
     kept = {".venv", ".venvs", "node_modules", "bench/.peers", "*.egg-info", "*.so"}
     ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()}
     cleaned = " ".join(plan("clean"))
@@ -92,3 +92,12 @@ def test_help_names_every_verb_and_contributing_points_to_it() -> None:
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert {verb for verb in verbs if f'"make {verb} ' not in makefile} == set()
     assert "`make help`" in contributing
+
+
+def test_each_test_that_is_marked_long_is_in_the_long_suite() -> None:
+    (line,) = (line for line in plan("suite-long") if " -m long " in line)
+    folders = [ROOT / word for word in shlex.split(line) if word.startswith("tests/")]
+    marked = {path for path in ROOT.glob("tests/**/test_*.py") if "mark.long" in path.read_text()}
+    marked -= {Path(__file__), ROOT / "tests/shard/kernels/cpu/test_sanitizers.py"}
+    assert marked
+    assert [path for path in marked if not any(path.is_relative_to(one) for one in folders)] == []

@@ -67,14 +67,6 @@ def test_the_pages_link_to_every_file() -> None:
     assert [name for name in FILES if f"](../{name})" not in pages] == []
 
 
-def test_gpus_are_resources_of_a_container() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    (container,) = pod()["containers"]
-    added = yaml.safe_load(block)
-    assert added == {"resources": {"limits": {"nvidia.com/gpu": 1}}}
-    assert "limits" in container["resources"]
-
-
 class Unit(configparser.ConfigParser):
     """A unit's sections; its keys keep their case."""
 
@@ -106,7 +98,7 @@ def pod_settings() -> Settings:
     return read_settings(container["args"], environment)
 
 
-def test_the_unit_starts_what_the_proxies_expect() -> None:
+def test_the_unit_listens_at_the_address_that_the_proxies_use() -> None:
     settings = unit_settings()
     assert (settings.router.hostname, settings.router.port) == ("127.0.0.1", 3000)
     for name in ("nginx/millrace.conf", "haproxy/haproxy.cfg"):
@@ -201,19 +193,12 @@ def table() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_sizes_are_right(model: str, table: dict[str, dict[str, float]]) -> None:
+def test_sizes_on_the_page_match_the_formulas(
+    model: str, table: dict[str, dict[str, float]]
+) -> None:
     expected = sizes(MODELS[model])
     assert table[model].keys() == expected.keys()
     for title, said in table[model].items():
         digits = len(f"{said:g}".partition(".")[2])
         step = 10.0 if title.startswith("least time") and said > 1000 else 10.0**-digits
         assert abs(said - expected[title]) <= step / 2 + 1e-9, (title, said, expected[title])
-
-
-def test_shapes_are_right() -> None:
-    (row,) = re.findall(r"^\| layers, KV heads, head dimension \|(.*)\|$", PAGE, re.MULTILINE)
-    said = [tuple(int(number) for number in cell.split(",")) for cell in row.split("|")]
-    assert said == [
-        (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-        for config in MODELS.values()
-    ]

@@ -42,7 +42,9 @@ def run() -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_its_variables_are_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sagemaker_variables_become_variables_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_MODEL_ID", "a/b")
     monkeypatch.setenv("HF_MODEL_REVISION", "main")
     monkeypatch.setenv("HF_MODEL_QUANTIZE", "int8")
@@ -67,14 +69,16 @@ def test_its_variables_are_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> No
     assert [line.partition(" ")[0] for line in told] == ["--trust-remote-code"]
 
 
-def test_what_is_absent_or_empty_is_left_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_and_empty_variables_are_left_to_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_MODEL_ID", "/opt/ml/model")
     monkeypatch.setenv("HF_MODEL_QUANTIZE", "")
     _, given = json.loads(run().stdout)
     assert {name: given[name] for name in OURS if name in given} == {"MODEL_ID": "/opt/ml/model"}
 
 
-def test_without_a_model_it_says_so() -> None:
+def test_a_missing_model_id_is_reported() -> None:
     answer = run()
     assert (answer.returncode, answer.stdout) == (1, "")
     assert "HF_MODEL_ID must be set" in answer.stderr

@@ -148,8 +148,9 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return texts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("secret", SECRETS)
-def test_a_token_is_nowhere(collected: Texts, secret: str) -> None:
+def test_an_adapter_token_is_stored_and_shown_nowhere(collected: Texts, secret: str) -> None:
     assert [place for place, text in collected.items() if secret in text] == []
 
 

@@ -208,6 +208,7 @@ def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             yield server
 
 
+@pytest.mark.long
 def test_a_load_is_repeated_when_its_shard_is_killed(server: Server) -> None:
     with one_recovery(server):
         asyncio.run(kill_while_loading(server))
@@ -221,6 +222,7 @@ def test_streams_keep_their_bytes_and_new_requests_get_the_new_version(
         asyncio.run(overwrite_and_kill(server, folders["a"], tmp_path))
 
 
+@pytest.mark.long
 def test_streams_of_32_adapters_outlive_their_shard(
     server: Server, folders: dict[str, Path]
 ) -> None:
@@ -228,6 +230,7 @@ def test_streams_of_32_adapters_outlive_their_shard(
         asyncio.run(kill(server, [name for name in folders if name.startswith("adapter-")]))
 
 
+@pytest.mark.long
 def test_streams_of_two_ranks_outlive_one_of_them(tmp_path: Path) -> None:
     folders = write_many(tmp_path, 5)
     with (

@@ -48,12 +48,17 @@ def sharded(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with all tasks; its model is a reranker."""
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reranker")
     save_reranker(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixed(reranker: Path) -> Iterator[Server]:
+    """A server with all tasks; its model is a reranker."""
     flags = "--task=generate,embed,score", "--dtype=float32", "--deterministic=on"
-    with launch(f"--model-id={path}", "--max-batch-prefill-tokens=96", *flags) as server:
+    with launch(f"--model-id={reranker}", "--max-batch-prefill-tokens=96", *flags) as server:
         yield server
 
 
@@ -67,6 +72,7 @@ def check(found: list[list[float]], expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.long
 def test_embeddings_on_two_ranks_are_those_of_transformers(sharded: Server, folder: Path) -> None:
     check(post(sharded, "/embed", {"inputs": TEXTS}), embeddings(folder, TEXTS))
     answer = post(sharded, "/v1/embeddings", {"input": TEXTS, "dimensions": 24})
@@ -118,9 +124,9 @@ async def test_all_tasks_share_steps_and_change_no_bit_of_each_other(mixed: Serv
     assert again[::-1] == alone
 
 
-def test_scores_match_transformers(mixed: Server) -> None:
-    folder = Path(httpx.get(f"{mixed.url}/info").json()["model_id"])
-    expected = scores(folder, QUERY, TEXTS)
+def test_scores_match_transformers(mixed: Server, reranker: Path) -> None:
+    assert httpx.get(f"{mixed.url}/info").json()["model_id"] == reranker.name
+    expected = scores(reranker, QUERY, TEXTS)
     answer = post(mixed, "/v1/rerank", {"query": QUERY, "documents": TEXTS})
     found = {one["index"]: one["relevance_score"] for one in answer["results"]}
     assert [*found] == sorted(found, key=lambda index: expected[index], reverse=True)
@@ -131,7 +137,7 @@ def test_scores_match_transformers(mixed: Server) -> None:
     assert answer["usage"]["prompt_tokens"] > 0
 
 
-def test_a_prompt_that_was_generated_from_is_found_in_the_cache(mixed: Server) -> None:
+def test_embedding_the_prompt_of_a_generation_hits_the_prefix_cache(mixed: Server) -> None:
     text = "Where does the router keep its blocks? " * 8
     post(mixed, "/generate", {"inputs": text, "parameters": {"max_new_tokens": 2}})
     response = httpx.post(f"{mixed.url}/embed", json={"inputs": text}, timeout=END_SECONDS)
@@ -142,7 +148,7 @@ def test_a_prompt_that_was_generated_from_is_found_in_the_cache(mixed: Server) -
     assert fresh.json() == response.json()
 
 
-def test_info_says_what_the_server_does(sharded: Server, mixed: Server) -> None:
+def test_info_lists_the_tasks_of_the_server(sharded: Server, mixed: Server) -> None:
     found = [httpx.get(f"{one.url}/info").json() for one in (sharded, mixed)]
     assert [one["tasks"] for one in found] == [["embed"], ["embed", "generate", "score"]]
     assert [one["hidden_size"] for one in found] == [64, 64]

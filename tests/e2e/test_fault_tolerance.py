@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from bench.faults.streams import Answer, Clients, differences, mixed_bodies
 from tokenizers import Tokenizer
 
 from millrace_launcher.demo import demo_folder
-from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, wait_for
+from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, until, wait_for
 from millrace_testing.shards.doomed_shard import LAST_WORDS
 
 SUPPORT = Path(__file__).parents[1] / "support" / "millrace_testing" / "shards"
@@ -165,12 +166,14 @@ async def test_streams_and_whole_answers_go_on_over_a_kill(
     await fault_check.run(server, psutil.Process.kill, "lost")
 
 
+@pytest.mark.long
 async def test_streams_go_on_over_a_kill_with_keys_and_values_in_int8(
     server_with_int8: Server, fault_check: FaultCheck
 ) -> None:
     await fault_check.run(server_with_int8, psutil.Process.kill, "lost")
 
 
+@pytest.mark.long
 async def test_a_shard_that_is_stopped_is_restarted_and_streams_go_on(
     server: Server, fault_check: FaultCheck
 ) -> None:
@@ -211,6 +214,40 @@ def test_a_killed_router_comes_back_and_shards_keep_their_weights(server: Server
     wait_for(lambda: is_ready(server))
     assert ask(server) == expected
     assert server.shard.pid == kept
+    assert server.log.count("Measuring steps") == 1
+
+
+@pytest.mark.long
+async def test_clients_that_connect_while_routers_are_killed_are_all_answered(
+    server: Server,
+) -> None:
+    expected, is_over = await asyncio.to_thread(ask, server), asyncio.Event()
+
+    async def send() -> None:
+        response = await client.post("/generate", json=QUESTION)
+        assert response.status_code == 200, response.text
+        assert without_cached(response.json()) == expected
+
+    async def send_until_over() -> None:
+        while not is_over.is_set():
+            # A killed router resets its connections.
+            with suppress(httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+                await send()
+
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=END_SECONDS, limits=limits) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for _ in range(4):
+            tasks.create_task(send_until_over())
+        for _ in range(3):
+            router = await until(lambda: server.find("router"))
+            assert router is not None
+            router.kill()
+            await asyncio.to_thread(router.wait, END_SECONDS)
+            await asyncio.gather(*(send() for _ in range(8)))
+        is_over.set()
 
 
 class Doomed(NamedTuple):
@@ -241,6 +278,8 @@ def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doomed]:
         "--deterministic=on",
         "--dtype=float32",
         "--max-restarts=2",
+        # Each of its processes looks at its start whether it is to live.
+        "--fork-server=off",
         launcher=(SHARD_LAUNCHER, DOOMED_SHARD),
         env={
             "MILLRACE_DOOM": str(doom),
@@ -253,17 +292,19 @@ def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doomed]:
         yield Doomed(running, doom)
 
 
+@pytest.mark.long
 def test_a_shard_killed_while_it_starts_is_started_again(doomed: Doomed) -> None:
     assert ask(doomed.server)["details"]["generated_tokens"] == 24
 
 
+@pytest.mark.long
 async def test_streams_and_whole_answers_go_on_over_a_kill_in_float32(
     doomed: Doomed, fault_check: FaultCheck
 ) -> None:
     await fault_check.run(doomed.server, psutil.Process.kill, "lost")
 
 
-async def test_of_eight_requests_the_one_that_breaks_steps_fails_alone(doomed: Doomed) -> None:
+async def test_only_the_poison_request_of_eight_fails(doomed: Doomed) -> None:
     async with Clients(doomed.server.url) as clients:
         undisturbed = await clients.send_all(EIGHT)
         answers = await clients.send_all(POISONED)
@@ -278,7 +319,7 @@ async def test_of_eight_requests_the_one_that_breaks_steps_fails_alone(doomed: D
     assert MARK.strip() not in json.dumps(record)
 
 
-async def test_shards_that_die_again_and_again_end_everything_with_a_word_to_each_client(
+async def test_shards_that_keep_dying_end_the_server_with_an_error_for_each_client(
     doomed: Doomed,
 ) -> None:
     server, doom = doomed
@@ -308,3 +349,21 @@ def process_count(server: Server) -> int:
         str(server.sockets) in " ".join(p.info["cmdline"] or ())
         for p in psutil.process_iter(["cmdline"])
     )
+
+
+@pytest.mark.long
+async def test_streams_that_run_out_of_memory_together_go_on_in_their_kv() -> None:
+    """Steps of more than four rows run out of memory, so that half of the rows wait with their KV."""
+    with launch(
+        "--deterministic=on",
+        launcher=(SHARD_LAUNCHER, str(SUPPORT / "poison_shard.py")),
+        env={"MILLRACE_TEST_OOM_ROWS": "4"},
+    ) as server:
+        async with Clients(server.url) as clients:
+            alone = [(await clients.send_all([body]))[0] for body in EIGHT]
+            together = await clients.send_all(EIGHT)
+        assert differences(alone, together) == []
+        assert recoveries(server, "out_of_memory") > 0
+        metrics = server.metrics()
+        assert metrics["millrace_requests_replayed_total"] > 0
+        assert metrics["millrace_tokens_recomputed_total"] == 0

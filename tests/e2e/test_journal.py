@@ -14,8 +14,10 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import httpx
 import pytest
 from bench.faults.streams import Answer, Clients, mixed_bodies
+from tests.e2e.test_images import chat, picture, write_model
 
 from millrace.verify.adapter_files import linears, write_adapter
 from millrace_router.journal.reader import AdapterChanged, read_events
@@ -23,6 +25,8 @@ from millrace_router.journal.rotation import journal_files
 from millrace_testing.launcher.e2e import END_SECONDS, ROOT, Server, launch
 
 MODEL = ROOT / "demo" / "model"
+SHARDS = ROOT / "tests" / "support" / "millrace_testing" / "shards"
+POISONED = str(SHARDS / "poison_shard.py")
 GUIDED: dict[str, Any] = {
     "inputs": "What is a shard?",
     "parameters": {
@@ -60,11 +64,11 @@ async def ask_and_kill(server: Server, bodies: Sequence[dict[str, Any]]) -> None
 
 
 @contextmanager
-def shard(address: str, *flags: str) -> Iterator[None]:
-    """A shard of the demo model and nothing else."""
+def shard(address: str, *flags: str, model: Path = MODEL) -> Iterator[None]:
+    """A shard and nothing else."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "millrace_shard", "serve", str(MODEL)),
+            *(sys.executable, "-m", "millrace_shard", "serve", str(model)),
             *(f"--address={address}", "--device=cpu", "--cpu-threads=1", *flags),
         ],
         stdout=subprocess.PIPE,
@@ -138,6 +142,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.long
 def test_an_incident_is_replayed_bit_for_bit(tmp_path: Path, address: str) -> None:
     journal = tmp_path / "journal"
     serve_and_stop(journal, "--journal-tokens")
@@ -165,13 +170,71 @@ def test_an_incident_is_replayed_bit_for_bit(tmp_path: Path, address: str) -> No
     assert status == 1 or max(gaps) > 0, "another type of numbers is another result"
 
 
-def test_without_token_ids_the_schedule_alone_is_replayed(tmp_path: Path, address: str) -> None:
+@pytest.mark.long
+def test_epochs_that_began_with_kept_kv_are_replayed_bit_for_bit(
+    tmp_path: Path, address: str
+) -> None:
+    """Steps of more than two rows run out of memory."""
+    journal, poisoned = tmp_path / "journal", (str(SHARDS / "shard_launcher.py"), POISONED)
+    flags = (*FLAGS, f"--journal={journal}", "--journal-tokens")
+    with launch(*flags, launcher=poisoned, env={"MILLRACE_TEST_OOM_ROWS": "2"}) as server:
+
+        async def send() -> list[Answer]:
+            async with Clients(server.url) as clients:
+                return await clients.send_all(BODIES)
+
+        assert all(answer.is_whole and not answer.error for answer in asyncio.run(send()))
+        assert server.metrics()["millrace_tokens_recomputed_total"] == 0
+        assert server.end() == 0
+    status, output = replay(journal, address, "--json")
+    _, epochs = reports(output)
+    assert (status, len(epochs) > 1) == (0, True), output
+    assert all(epoch["largest_gap"] == 0 for epoch in epochs)
+    status, output = replay(journal, address, "--json", f"--epoch={len(epochs)}")
+    _, (last,) = reports(output)
+    assert (status, last["largest_gap"]) == (0, 0), output
+    assert last["tokens"] > 100
+
+
+@pytest.mark.long
+def test_without_token_ids_only_the_schedule_is_replayed(tmp_path: Path, address: str) -> None:
     journal = tmp_path / "journal"
     serve_and_stop(journal)
     status, output = replay(journal, address, "--json")
     report, epochs = reports(output)
     assert (status, report["compared"]) == (0, False)
     assert all(epoch["steps"] > 10 and epoch["replayed_seconds"] > 0 for epoch in epochs)
+
+
+@pytest.mark.long
+def test_requests_with_images_are_left_out_and_others_replayed_bit_for_bit(tmp_path: Path) -> None:
+    folder, journal, address = tmp_path / "model", tmp_path / "journal", f"unix:{tmp_path}/shard"
+    folder.mkdir()
+    write_model(folder)
+    flags = ("--dtype=float32", "--deterministic=on")
+
+    async def send(url: str) -> None:
+        plain = [
+            {"inputs": f"number {number}", "parameters": {"seed": number}} for number in range(6)
+        ]
+        async with httpx.AsyncClient(base_url=url, timeout=END_SECONDS) as client:
+            chats = [
+                client.post("/v1/chat/completions", json=chat([picture(at)])) for at in range(3)
+            ]
+            texts = [client.post("/generate", json=body) for body in plain]
+            assert {each.status_code for each in await asyncio.gather(*chats, *texts)} == {200}
+
+    served = f"--model-id={folder}"
+    with launch(*flags, served, f"--journal={journal}", "--journal-tokens") as server:
+        asyncio.run(send(server.url))
+        assert server.end() == 0
+    with shard(address, *flags, model=folder):
+        status, output = replay(journal, address, "--json")
+        report, (epoch,) = reports(output)
+        assert (status, report["equal"], epoch["left_out"], epoch["largest_gap"]) == (0, True, 3, 0)
+        status, output = replay(journal, address)
+    assert status == 0
+    assert "3 requests with images are not compared" in output
 
 
 def with_adapters(bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -200,6 +263,7 @@ def loads(journal: Path) -> list[str | None]:
     return [event.digest for event in events if isinstance(event, AdapterChanged)]
 
 
+@pytest.mark.long
 def test_an_incident_with_adapters_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     journal, cache = tmp_path / "journal", f"--adapter-cache={tmp_path / 'cache'}"
     flags = write_adapters(tmp_path)

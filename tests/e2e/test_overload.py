@@ -73,7 +73,9 @@ def text_of(response: httpx.Response) -> str:
     return whole
 
 
-async def test_ten_times_the_capacity(server: Server) -> None:
+async def test_ten_times_the_capacity_is_answered_exactly_or_refused_with_429(
+    server: Server,
+) -> None:
     """In rounds, each of which begins with a shard that answers nothing, so that all of them ask at once."""
     limits = httpx.Limits(max_connections=CLIENTS)
     async with httpx.AsyncClient(base_url=server.url, timeout=END_SECONDS, limits=limits) as client:

@@ -46,8 +46,12 @@ def ask(server: Server) -> tuple[list[int], str]:
     return [token["id"] for token in found["details"]["tokens"]], found["generated_text"]
 
 
-def method_of(server: Server) -> object:
-    return httpx.get(f"{server.url}/info", timeout=END_SECONDS).json()["quantize"]
+def quantization_of(server: Server) -> tuple[object, ...]:
+    """The method, the activations, and the gain that they were chosen by."""
+    info = httpx.get(f"{server.url}/info", timeout=END_SECONDS).json()
+    return tuple(
+        info[name] for name in ("quantize", "quantize_activations", "int8_activation_gain")
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,7 @@ def method_of(server: Server) -> object:
         ("gptq", ("--num-shard=2",), "gptq"),
         pytest.param("awq", ("--quantize=awq",), "awq", marks=pytest.mark.long),
         pytest.param("pack-quantized-asymmetric", (), "compressed-tensors", marks=pytest.mark.long),
-        ("fp8-block", ("--quantize=fp8",), "fp8"),
+        pytest.param("fp8-block", ("--quantize=fp8",), "fp8", marks=pytest.mark.long),
         ("nf4-nested", (), "bitsandbytes-nf4"),
     ],
 )
@@ -69,15 +73,15 @@ def test_answers_are_those_of_transformers(
     with launch(f"--model-id={tmp_path}", "--dtype=float32", *flags) as server:
         found, _ = ask(server)
         assert found[: len(expected)] == expected
-        assert method_of(server) == method
+        assert quantization_of(server) == (method, "exact", None)
         assert f"quantised weights: {method.partition('-')[0]}" in server.log
 
 
 def test_weights_are_quantized_at_the_start() -> None:
-    with launch("--quantize=int4") as server:
+    with launch("--quantize=int4", "--quantize-activations=int8") as server:
         _, text = ask(server)
         assert text.strip()
-        assert method_of(server) == "int4"
+        assert quantization_of(server) == ("int4", "int8", None)
         assert "--quantize int4: int4 in groups of 64" in server.log
 
 

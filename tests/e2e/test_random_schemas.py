@@ -72,7 +72,7 @@ async def outcomes_of(url: str) -> Counter[str]:
 
 
 @pytest.mark.long
-def test_random_weights_say_nothing_that_a_schema_forbids(tmp_path: Path) -> None:
+def test_random_weights_generate_nothing_that_a_schema_forbids(tmp_path: Path) -> None:
     save_with_tokenizer(tmp_path, "llama")
     with launch(f"--model-id={tmp_path}") as server:
         outcomes = asyncio.run(outcomes_of(server.url))

@@ -70,7 +70,8 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
         yield Split(server, hosts)
 
 
-@pytest.mark.parametrize("number", [1, 0])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.long)])
 async def test_streams_go_on_when_a_rank_is_killed(split: Split, number: int) -> None:
     async with Clients(split.server.url) as clients, asyncio.timeout(END_SECONDS):
         undisturbed = await clients.send_all(STREAMS)

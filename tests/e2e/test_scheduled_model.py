@@ -7,45 +7,33 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from bench.peers.in_process import InProcessShard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from millrace_proto.sampling import Sampling
-from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
-from millrace_router.engine.in_flight import InFlight
-from millrace_router.engine.predictor import LatencyPredictor
-from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.forecast import Forecaster
-from millrace_router.prediction.late_planning import LatePlanning
-from millrace_router.recovery.epochs import EpochManager
-from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.recovery.quarantine import Quarantine
-from millrace_router.recovery.recovery_policy import RecoveryPolicy
-from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.queue import WaitingQueue
 from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.window_blocks import WindowGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.start.engine import entries_of
-from millrace_router.telemetry.metrics import Metrics
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
-from millrace_shard.models.load import load_model
+from millrace_testing.adapters.fake_adapters import FakeAdapters
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.router.fake_router import collect, tiny_tokenizer
+from millrace_testing.models.models import read_model, save_tiny
+from millrace_testing.router.fake_router import collect, new_batcher
+from millrace_testing.shards.fake_images import FakeImages
+from millrace_testing.shards.fake_shard import FakeShard
 
 VOCAB_SIZE = 97
 NUM_NEW, FEW_NEW = 40, 12
@@ -87,47 +75,70 @@ FEW = tuple(
 """The same with shorter answers, which are enough where no row has to grow."""
 
 
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 320,
+    "initializer_range": 0.2,
+}
+OF_STATES = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
+
 @dataclass
 class Model:
     """A warmed-up engine and its page size."""
 
     engine: Engine
     block_size: int
+    state_pages: int = 0
+    windows: tuple[WindowGroup, ...] = ()
 
 
 @pytest.fixture(
     scope="module",
-    params=[("plain", "float32"), ("cpu", "float32"), ("cpu", "bfloat16")],
+    params=[
+        pytest.param(("plain", "float32", "llama"), marks=pytest.mark.long),
+        pytest.param(("cpu", "float32", "llama"), marks=pytest.mark.long),
+        ("cpu", "bfloat16", "llama"),
+        ("cpu", "bfloat16", "qwen3_5"),
+        ("cpu", "bfloat16", "deepseek_v3"),
+    ],
     ids="-".join,
 )
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=320,
-        initializer_range=0.2,
-    )
-    folder: Path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    name, type_name = request.param
+    name, type_name, model_type = request.param
+    folder: Path = tmp_path_factory.mktemp(model_type)
+    if model_type == "qwen3_5":
+        torch.manual_seed(1)
+        config = Qwen3_5TextConfig(num_hidden_layers=5, **SIZES, **OF_STATES)
+        Qwen3_5ForCausalLM(config).save_pretrained(folder)
+    else:
+        sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 320}
+        if model_type == "deepseek_v3":
+            sizes |= {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+        save_tiny(folder, model_type, **sizes)
     dtype, device = getattr(torch, type_name), torch.device("cpu")
     kernels = make_kernels(name, deterministic=True, dtype=dtype, block_size=8)
     group = ProcessGroup.single()
     with torch.inference_mode():
-        loaded = load_model(folder, dtype=dtype, kernels=kernels, group=group, device=device)
+        loaded = read_model(folder, kernels, dtype=dtype, group=group, device=device)
     engine = Engine(limits=MemoryLimits(kv_memory=8 << 20), device=device, cpu_threads=1)
     engine.attach(
         LoadedModel(model=loaded, kernels=kernels, group=group, device=device, dtype=dtype)
     )
     engine.start()
-    asyncio.run(
+    capacity = asyncio.run(
         InProcessShard(engine).warm_up(
             max_batch_prefill_tokens=512,
             max_batch_size=8,
@@ -135,7 +146,7 @@ def model(
             max_total_tokens=320,
         )
     )
-    yield Model(engine, kernels.block_size)
+    yield Model(engine, kernels.block_size, capacity.state_pages)
     engine.close()
 
 
@@ -165,44 +176,31 @@ BUDGETS = Budgets(max_batch_prefill_tokens=512, max_batch_size=8)
 
 
 async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest, ...]) -> Served:
-    cost, metrics = CostModel(), Metrics(max_input_tokens=319, max_total_tokens=320)
-    size, num_blocks = model.block_size, schedule.num_blocks
+    shard = SimpleNamespace(
+        num_blocks=schedule.num_blocks,
+        block_size=model.block_size,
+        state_pages=model.state_pages,
+        max_batch_size=8,
+        adapters=FakeAdapters(),
+        lives=None,
+        windows=model.windows,
+        images=FakeImages(),
+    )
+    batcher = new_batcher(
+        cast("StepChannel", InProcessShard(model.engine)),
+        cast("FakeShard", shard),
+        budgets=schedule.budgets,
+        prefix_caching=schedule.cached,
+        waiting=TenantQueue(quantum=16) if schedule.budgets.share_slots else None,
+    )
     entries: list[Entry] = []
-
-    new_entry = entries_of(tiny_tokenizer(), frozenset({VOCAB_SIZE - 1}), block_size=size)
+    new_entry = batcher._new_entry
 
     def kept_entry(request: ValidRequest) -> Entry:
         entries.append(new_entry(request))
         return entries[-1]
 
-    def new_planner() -> Planner:
-        cache = PrefixCache() if schedule.cached else None
-        return Planner(schedule.budgets, BlockManager(num_blocks, size, cache))
-
-    channel = cast("StepChannel", InProcessShard(model.engine))
-    in_flight = InFlight(channel, LatePlanning(cost, most=0.0))
-    forecaster = Forecaster(
-        cost,
-        max_batch_size=8,
-        max_batch_prefill_tokens=512,
-        block_size=size,
-        num_blocks=num_blocks,
-    )
-    launcher, status = LauncherChannel(None), ShardStatus()
-    epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
-    recovery = RecoveryPolicy(new_planner, Quarantine())
-    waiting = TenantQueue(quantum=16) if schedule.budgets.share_slots else WaitingQueue()
-    batcher = Batcher(
-        in_flight,
-        epochs,
-        recovery,
-        waiting=waiting,
-        predictor=LatencyPredictor(
-            cost, forecaster, metrics, in_flight=in_flight, recovery=recovery, waiting=waiting
-        ),
-        new_entry=kept_entry,
-        metrics=BatchMetrics(metrics),
-    )
+    batcher._new_entry = kept_entry
     task = asyncio.create_task(batcher.run())
     found: list[Found] = []
     for _ in range(schedule.rounds):
@@ -234,6 +232,8 @@ async def _end(batcher: Batcher, task: asyncio.Task[None]) -> None:
     while blocks.num_owned:
         await asyncio.sleep(0)
     assert blocks.num_free + blocks.num_cached == blocks.num_blocks
+    for window in blocks.windows:
+        assert window.num_owned == 0
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
@@ -323,3 +323,96 @@ def test_yielding_to_another_tenant_changes_no_bit(model: Model, alone: list[Fou
 def test_full_reservation_changes_no_bit(model: Model, few_alone: list[Found]) -> None:
     budgets = replace(BUDGETS, reserve_all=True)
     assert serve(model, Schedule(budgets=budgets, num_blocks=100), FEW).found == few_alone
+
+
+LAYERS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 20,
+}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma3_text": LAYERS,
+    "gemma2": {"sliding_window": 20},
+    "cohere2": LAYERS,
+    "olmo3": LAYERS,
+    "exaone4": LAYERS,
+    "gpt_oss": {"num_hidden_layers": 2, "sliding_window": 20},
+    "mistral": {"sliding_window": 20},
+}
+"""Models with layers that give blocks back; all layers of the last one do."""
+IN_SHORT = ("gpt_oss", "mistral")
+"""Of them, those that are part of the short tests."""
+NUM_FULL = 900
+"""Positions of the layers without a window: one long request fits, and little beside it."""
+LONG = tuple(
+    ValidRequest(
+        input_ids=random_ids(shared, 77) + random_ids(own, seed),
+        max_new_tokens=24 + seed,
+        sampling=SAMPLING[seed % 4],
+        prefill_logprobs=seed == 3,
+        ignore_eos=True,
+    )
+    for seed, (shared, own) in enumerate([(400, 30), (400, 9), (260, 40), (0, 470)], start=1)
+)
+
+
+def _windowed_engine(folder: Path, name: str, *, groups: bool) -> Model:
+    """A model with blocks for few sequences; with `groups`, its windows have what two of them need."""
+    device, group = torch.device("cpu"), ProcessGroup.single()
+    kernels = make_kernels(name, deterministic=True, block_size=8)
+    with torch.inference_mode():
+        loaded = read_model(folder, kernels, group=group, device=device)
+    engine = Engine(limits=MemoryLimits(kv_memory=16 << 20), device=device, cpu_threads=1)
+    model = LoadedModel(
+        model=loaded, kernels=kernels, group=group, device=device, dtype=torch.float32
+    )
+    engine.attach(model)
+    engine.start()
+    size = kernels.block_size
+    spans = [-(-shape.reach // size) + 2 for shape in model.cache_shape().windows]
+    capacity = asyncio.run(
+        InProcessShard(engine).warm_up(
+            max_batch_prefill_tokens=512,
+            max_batch_size=8,
+            max_concurrent_requests=8,
+            max_total_tokens=640,
+            num_blocks=1 + NUM_FULL // size,
+            window_blocks=[1 + 2 * span + 1 for span in spans] if groups else [],
+        )
+    )
+    assert bool(capacity.window_groups) == groups
+    return Model(engine, size, windows=capacity.window_groups)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernels"),
+    [
+        pytest.param(model_type, kernels, marks=[pytest.mark.long] * (model_type not in IN_SHORT))
+        for model_type in WINDOWED
+        for kernels in ("cpu", *["plain"] * (model_type == "gemma3_text"))
+    ],
+)
+def test_blocks_that_windows_give_back_change_no_bit(
+    model_type: str, kernels: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, model_type, max_position_embeddings=1024, **WINDOWED[model_type])
+    whole = _windowed_engine(tmp_path, kernels, groups=False)
+    alone_whole = Schedule(
+        budgets=BUDGETS, cached=False, num_blocks=1 + NUM_FULL // whole.block_size
+    )
+    alone = [serve(whole, alone_whole, (request,)).found[0] for request in LONG]
+    whole.engine.close()
+    model = _windowed_engine(tmp_path, kernels, groups=True)
+    held = max(group.num_blocks for group in model.windows) * model.block_size
+    assert held < sum(len(request.input_ids) for request in LONG)
+    for chunk, cached in ((16, True), (512, True), (100, False)):
+        schedule = Schedule(
+            budgets=replace(BUDGETS, max_batch_prefill_tokens=chunk, max_preemptions=6),
+            num_blocks=alone_whole.num_blocks,
+            cached=cached,
+            rounds=2,
+            num_late=2,
+        )
+        served = serve(model, schedule, LONG)
+        assert served.found == alone
+        assert (served.num_cached > 300) == cached
+    model.engine.close()

@@ -39,13 +39,13 @@ def test_command_lines_hold_no_secrets_and_shards_no_key(server: Server) -> None
             assert API_KEY not in str(process.environ())
 
 
-def test_shards_sockets_are_their_user_s_alone(server: Server) -> None:
+def test_only_their_user_can_open_the_sockets_of_shards(server: Server) -> None:
     sockets = [path for path in server.sockets.rglob("*") if path.is_socket()]
     assert sockets
     assert all(path.stat().st_mode & 0o077 == 0 for path in sockets)
 
 
-def test_no_log_of_any_process_tells_a_secret(server: Server) -> None:
+def test_no_log_of_any_process_contains_a_secret(server: Server) -> None:
     headers = {"idempotency-key": HEADER, "x-tenant": HEADER, "cookie": HEADER}
     bodies = [
         {"inputs": PROMPT, "parameters": {"max_new_tokens": 3, "stop": [PROMPT]}},

@@ -93,6 +93,7 @@ async def streamed(server: Server, body: dict[str, Any], chunks: list[Any]) -> M
     return message
 
 
+@pytest.mark.long
 async def test_a_shard_killed_within_a_thought_changes_nothing(server: Server) -> None:
     expected = [await whole(server, body) for body in BODIES]
     assert len({message["reasoning"] for message in expected}) > 2
@@ -115,6 +116,7 @@ async def test_a_shard_killed_within_a_thought_changes_nothing(server: Server) -
     assert await task == expected
 
 
+@pytest.mark.long
 async def test_drafts_change_no_thought(server: Server, model: Path) -> None:
     expected = [await whole(server, body) for body in BODIES]
     flags = ("--dtype=float32", "--deterministic=on", "--speculate=3")

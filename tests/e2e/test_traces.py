@@ -23,10 +23,13 @@ STORY: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "collector_of", [grpc_collector, pytest.param(http_collector, marks=pytest.mark.long)]
 )
-async def test_a_request_whose_shard_was_killed(collector_of: Callable[[], Any]) -> None:
+async def test_the_trace_of_a_request_shows_the_recovery_from_a_killed_shard(
+    collector_of: Callable[[], Any],
+) -> None:
     with collector_of() as collector:
         protocol = "grpc" if collector_of is grpc_collector else "http/protobuf"
         flags = (f"--otlp-endpoint={collector.url}", f"--otlp-protocol={protocol}")

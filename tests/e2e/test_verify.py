@@ -61,7 +61,8 @@ def test_the_demo_model_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -
     assert rows["transformers"][0]["tokens"] > 6 * 24
 
 
-def test_a_split_of_keys_chosen_by_the_batch_turns_it_red(
+@pytest.mark.long
+def test_a_split_of_keys_chosen_by_the_batch_turns_the_check_red(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = ("--requests=6", "--max-new-tokens=16", "--cases=batched", *PLAIN)

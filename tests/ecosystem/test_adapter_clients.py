@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 from bench.harness.server import RunningServer, serving
 from tests.ecosystem import prepare
 from tests.ecosystem.conftest import DEMO_MODEL
-from tests.ecosystem.test_clients import SECONDS, python_or_skip
+from tests.ecosystem.running import SECONDS, run_cases
+from tests.ecosystem.test_clients import MODULES, python_or_skip
 
 from millrace.verify.adapter_files import linears, write_adapter
 
@@ -77,19 +77,11 @@ def texts(forty: RunningServer, folders: dict[str, Path]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["huggingface_hub", "lorax", "openai", "text_generation"])
-def test_client(forty: RunningServer, texts: dict[str, str], name: str) -> None:
-    answer = subprocess.run(
-        [python_or_skip(name), f"{name}_adapters.py", forty.url, json.dumps(texts)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        cwd=ADAPTERS,
-        env={name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        | {"PYTHONPATH": str(prepare.CLIENTS), "DO_NOT_TRACK": "1"},
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "passed " in answer.stdout
+def test_an_adapter_client_passes_its_cases(
+    forty: RunningServer, texts: dict[str, str], name: str
+) -> None:
+    command = [python_or_skip(name), f"{name}_adapters.py", forty.url, json.dumps(texts)]
+    run_cases(command, ADAPTERS, **MODULES)
 
 
 def curl(url: str, body: dict[str, object], *more: str) -> tuple[int, str]:
@@ -101,7 +93,7 @@ def curl(url: str, body: dict[str, object], *more: str) -> tuple[int, str]:
     return int(status), text
 
 
-def test_vllm_s_lines_by_curl(
+def test_curl_loads_and_unloads_adapters_in_the_form_of_vllm(
     forty: RunningServer, folders: dict[str, Path], texts: dict[str, str]
 ) -> None:
     load, unload = f"{forty.url}/v1/load_lora_adapter", f"{forty.url}/v1/unload_lora_adapter"

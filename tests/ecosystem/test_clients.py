@@ -6,25 +6,21 @@ environment whose name its own begins with.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from bench.harness.server import RunningServer, serving
 from tests.ecosystem import prepare
 from tests.ecosystem.conftest import DEMO_MODEL
+from tests.ecosystem.running import run_cases, run_quietly
 
 pytestmark = pytest.mark.ecosystem
 
 CLIENTS = prepare.CLIENTS
 DOCUMENT = prepare.ROOT / "docs" / "clients.md"
 FORMATS = ["hermes", "llama", "mistral"]
-SECONDS = 300
-QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
-"""Keeps clients from asking servers of their makers for anything."""
+MODULES = {"PYTHONPATH": str(CLIENTS)}
 
 
 def imported(code: str) -> str:
@@ -52,28 +48,6 @@ def environment_of(name: str) -> str:
     return max((each for each in known if name.startswith(each)), key=len)
 
 
-def run_quietly(command: Sequence[str], folder: Path) -> str:
-    """The output of the command; a failure's message has the output too."""
-    # huggingface_hub, told to stay offline, refuses a server on this machine too.
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    answer = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        cwd=folder,
-        env={**environment, **QUIET, "PYTHONPATH": str(CLIENTS)},
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
-
-
-def run_cases(command: Sequence[str]) -> None:
-    said = run_quietly(command, CLIENTS)
-    assert "passed " in said, said
-
-
 def python_or_skip(name: str) -> str:
     environment = environment_of(name)
     python = prepare.interpreter(environment)
@@ -90,13 +64,13 @@ def node_or_skip() -> str:
 
 
 @pytest.mark.parametrize("name", names("*/*_client.py"))
-def test_python_client(server: RunningServer, name: str) -> None:
-    run_cases([python_or_skip(name), script(name), server.url])
+def test_a_python_client_passes_its_cases(server: RunningServer, name: str) -> None:
+    run_cases([python_or_skip(name), script(name), server.url], CLIENTS, **MODULES)
 
 
 @pytest.mark.parametrize("name", names("js/*_client.mjs"))
-def test_javascript_client(server: RunningServer, name: str) -> None:
-    run_cases([node_or_skip(), f"js/{name}_client.mjs", server.url])
+def test_a_javascript_client_passes_its_cases(server: RunningServer, name: str) -> None:
+    run_cases([node_or_skip(), f"js/{name}_client.mjs", server.url], CLIENTS, **MODULES)
 
 
 def examples(language: str) -> list[str]:
@@ -105,13 +79,13 @@ def examples(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", examples("python"), ids=imported)
-def test_documented_python_example(server: RunningServer, code: str) -> None:
+def test_a_documented_python_example_runs(server: RunningServer, code: str) -> None:
     asked = code.replace("http://127.0.0.1:3000", server.url)
-    run_quietly([python_or_skip(imported(code)), "-c", asked], CLIENTS)
+    run_quietly([python_or_skip(imported(code)), "-c", asked], CLIENTS, **MODULES)
 
 
 @pytest.mark.parametrize("code", examples("js"), ids=imported)
-def test_documented_javascript_example(server: RunningServer, code: str) -> None:
+def test_a_documented_javascript_example_runs(server: RunningServer, code: str) -> None:
     asked = code.replace("http://127.0.0.1:3000", server.url)
     run_quietly([node_or_skip(), "--input-type=module", "--eval", asked], CLIENTS / "js")
 
@@ -128,19 +102,23 @@ def other_server(
 
 
 @pytest.mark.parametrize("other_server", ["--dtype=float32"], indirect=True)
-def test_lm_eval_finds_what_it_finds_without_a_server(other_server: RunningServer) -> None:
-    run_cases([python_or_skip("lm_eval"), "lm_eval_cases.py", other_server.url])
+def test_lm_eval_results_match_those_without_a_server(other_server: RunningServer) -> None:
+    run_cases([python_or_skip("lm_eval"), "lm_eval_cases.py", other_server.url], CLIENTS, **MODULES)
 
 
 # The demo model has no format of its own, so that any will do for it.
 @pytest.mark.parametrize(
     "other_server", [f"--tool-call-parser={name}" for name in FORMATS], indirect=True
 )
-def test_tools_of_every_format(other_server: RunningServer) -> None:
-    run_cases([python_or_skip("openai"), script("openai_tools"), other_server.url])
+def test_the_openai_client_gets_tool_calls_of_every_format(other_server: RunningServer) -> None:
+    run_cases(
+        [python_or_skip("openai"), script("openai_tools"), other_server.url], CLIENTS, **MODULES
+    )
 
 
 @pytest.mark.parametrize("other_server", ["--strict-tgi"], indirect=True)
 @pytest.mark.parametrize("name", ["huggingface_hub", "text_generation"])
-def test_tgi_s_clients_with_tgi_s_oddities(other_server: RunningServer, name: str) -> None:
-    run_cases([python_or_skip(name), script(name), other_server.url])
+def test_tgi_s_clients_pass_their_cases_with_strict_tgi(
+    other_server: RunningServer, name: str
+) -> None:
+    run_cases([python_or_skip(name), script(name), other_server.url], CLIENTS, **MODULES)

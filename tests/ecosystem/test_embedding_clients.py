@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bench.harness.server import RunningServer, serving
 from tests.ecosystem import prepare
-from tests.ecosystem.test_clients import QUIET, SECONDS, python_or_skip
+from tests.ecosystem.running import run_quietly
+from tests.ecosystem.test_clients import MODULES, python_or_skip
 
 from millrace_testing.models.pooling_models import save_embedding, save_reranker
 
@@ -22,17 +21,8 @@ Served = tuple[RunningServer, Path]
 
 
 def run_script(environment: str, name: str, *arguments: str, expected: Path) -> str:
-    answer = subprocess.run(
-        [python_or_skip(environment), f"{name}.py", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        cwd=SCRIPTS,
-        env={**os.environ, **QUIET, "EXPECTED": str(expected), "PYTHONPATH": str(prepare.CLIENTS)},
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
+    command = [python_or_skip(environment), f"{name}.py", *arguments]
+    return run_quietly(command, SCRIPTS, **MODULES, EXPECTED=str(expected))
 
 
 def served(kind: str, folder: Path) -> Iterator[Served]:
@@ -58,11 +48,11 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("name", ["huggingface_hub", "langchain", "llama_index", "openai"])
-def test_embeddings(embedding: Served, name: str) -> None:
+def test_embedding_clients_get_the_expected_embeddings(embedding: Served, name: str) -> None:
     server, expected = embedding
     assert "passed " in run_script(name, f"{name}_embeddings", server.url, expected=expected)
 
 
-def test_rankings(reranker: Served) -> None:
+def test_the_cohere_client_gets_the_expected_ranking(reranker: Served) -> None:
     server, expected = reranker
     assert "passed " in run_script("cohere", "cohere_rerank", server.url, expected=expected)

@@ -32,7 +32,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-def test_root_installs_what_is_missing(
+def test_root_installs_missing_programs(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
@@ -41,7 +41,7 @@ def test_root_installs_what_is_missing(
     assert installed >= {"g++", "prometheus", "docker-compose"}
 
 
-def test_others_get_a_list_of_what_is_missing(
+def test_other_users_get_a_list_of_missing_programs(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -93,7 +93,8 @@ def test_the_documented_versions_are_those_installed() -> None:
     pins = [*prepare.REQUIREMENTS.glob("*.txt"), *prepare.AGENTS.glob("requirements/*.txt")]
     lines = "".join(file.read_text() for file in pins)
     pinned = set(re.findall(r"^([\w-]+)(?:\[.*?\])?==(.+)$", lines, re.MULTILINE))
-    for folder in (CLIENTS / "js", prepare.AGENTS / "codex"):
+    agents = [prepare.AGENTS / name for name in prepare.CODING_AGENTS]
+    for folder in (CLIENTS / "js", *agents):
         pinned |= json.loads((folder / "package.json").read_text())["dependencies"].items()
     rows = re.findall(r"^\| [^`|]*(`.*?) \| ([\d., ]+) \|", DOCUMENT.read_text(), re.MULTILINE)
     assert len(rows) > 10

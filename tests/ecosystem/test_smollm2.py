@@ -13,7 +13,9 @@ import pytest
 import torch
 from bench.harness.server import RunningServer, serving
 from tests.ecosystem import prepare
-from tests.ecosystem.test_clients import python_or_skip, run_cases, script
+from tests.ecosystem.operating.first_hour import BLOCKS, recorded_answer
+from tests.ecosystem.running import run_cases
+from tests.ecosystem.test_clients import MODULES, python_or_skip, script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.verify.__main__ import main as verify
@@ -116,6 +118,11 @@ def post(server: RunningServer, route: str, body: dict[str, Any]) -> Any:
 
 
 def test_greedy_tokens_are_those_of_transformers(precise: RunningServer, file: Path) -> None:
+    check_greedy_tokens(precise, file)
+
+
+def check_greedy_tokens(precise: RunningServer, file: Path) -> None:
+    """Compare ids of prompts, and greedy tokens with their log probabilities, with transformers reading `file`."""
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # It dequantises by the package `gguf`, and renames the tensors and reorders their rows by code of its own.
     model = AutoModelForCausalLM.from_pretrained(
@@ -139,7 +146,6 @@ def test_greedy_tokens_are_those_of_transformers(precise: RunningServer, file: P
 def test_the_model_has_its_short_name_and_its_own_chat_template(
     precise: RunningServer, file: Path
 ) -> None:
-    # "Paris" leads by a third of a nat, which rounded activations may take from it.
     server = precise
     with httpx.Client(base_url=server.url) as client:
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [MODEL.name]
@@ -156,6 +162,14 @@ def test_the_model_has_its_short_name_and_its_own_chat_template(
     assert "Paris" in choice["message"]["content"]
     assert choice["finish_reason"] == "stop"
     assert "<|im_end|>" not in choice["message"]["content"]
+
+
+def test_the_recorded_answer_is_that_of_a_server_with_default_flags(server: RunningServer) -> None:
+    body, recorded = recorded_answer(BLOCKS["smollm2"])
+    choice = post(server, "/v1/chat/completions", body)["choices"][0]
+    assert choice["message"]["content"] == recorded
+    assert "Paris" in recorded
+    assert choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -199,7 +213,7 @@ def test_a_response_keeps_its_schema(
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_client_s_cases_pass(server: RunningServer, name: str) -> None:
-    run_cases([python_or_skip(name), script(name), server.url])
+    run_cases([python_or_skip(name), script(name), server.url], prepare.CLIENTS, **MODULES)
 
 
 def test_an_answer_does_not_depend_on_its_company(

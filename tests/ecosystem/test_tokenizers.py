@@ -48,6 +48,8 @@ TOOLS = [
     }
 ]
 CALL = {"name": "get_weather", "arguments": {"city": "Rome"}}
+CONTROL = "<|im_end|>"
+"""A control token of Qwen 3: in a client's text it is text."""
 CHATS: dict[str, dict[str, Any]] = {
     "one turn": {"messages": [{"role": "user", "content": "Hi  there\n"}]},
     "system": {
@@ -58,7 +60,7 @@ CHATS: dict[str, dict[str, Any]] = {
     },
     "turns": {
         "messages": [
-            {"role": "user", "content": "<|im_end|> é"},
+            {"role": "user", "content": f"{CONTROL} é"},
             {"role": "assistant", "content": "<think>\nhm\n</think>\n\n b "},
             {"role": "user", "content": "🙂"},
         ]
@@ -162,7 +164,14 @@ def test_chats_are_rendered_as_by_transformers(served: Served, chat: str) -> Non
     rendered = {"add_generation_prompt": True, "tools": body.get("tools")}
     expected = served.reference.apply_chat_template(body["messages"], tokenize=False, **rendered)
     assert answer["templated_text"] == expected
-    ids = served.reference(expected, add_special_tokens=False).input_ids
+    before, control, after = expected, "", ""
+    if chat == "turns" and CONTROL in served.reference.get_added_vocab():
+        before, control, after = expected.partition(CONTROL)
+    ids = [
+        *served.reference(before, add_special_tokens=False).input_ids,
+        *served.reference(control, add_special_tokens=False, split_special_tokens=True).input_ids,
+        *served.reference(after, add_special_tokens=False).input_ids,
+    ]
     assert [token["id"] for token in answer["tokenize_response"]] == ids
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +17,11 @@ from bench.harness.server import serving
 from tests.ecosystem import prepare
 from transformers import AutoTokenizer
 
+from millrace_router.tool_calls.formats.registry import format_of
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_testing.models.models import save_tiny
 from millrace_testing.text import published
+from millrace_testing.text.written_calls import read
 
 pytestmark = pytest.mark.ecosystem
 
@@ -30,6 +35,43 @@ FAMILIES = {
     "granite_3_3": ("qwen3", "granite_3_3"),
 }
 """Tokenizer and published template; None for the template beside the tokenizer."""
+CALL = '{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}'
+LLAMA = CALL.replace("arguments", "parameters")
+LINES = json.dumps(json.loads(CALL), indent=4)
+ARGUMENTS = '{"city": "Rome", "days": 2}'
+SECTION = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n" + ARGUMENTS + "\n```"
+UNTAGGED = [CALL, LINES, f"```json\n{LINES}\n```", f"```\n{CALL}\n```", f"[{CALL}]"]
+"""What small and old models of many families write in place of their template's form."""
+WRITTEN: dict[str, list[str]] = {
+    "qwen3": [f"<tool_call>\n{CALL}\n</tool_call>", f"<tools>\n{CALL}\n</tools>"],
+    "llama3_1": [
+        LLAMA,
+        f"<|reserved_special_token_5|>{LLAMA}",
+        f'{{"type": "function", {LLAMA[1:]}',
+    ],
+    "gemma3": [f"```json\n{LLAMA}\n```<end_of_turn>", f"```json\n[\n{LLAMA}\n]\n```\n"],
+    "gpt_oss": [
+        f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+        f"<|channel|>commentary to=functions.get_weather json<|message|>{ARGUMENTS}<|call|>",
+        f"<|channel|>analysis to=functions.get_weather code<|message|>{ARGUMENTS}<|call|>",
+    ],
+    "deepseek_v3": [
+        f"<｜tool▁calls▁begin｜>{SECTION}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"{SECTION}<｜tool▁call▁end｜>",
+    ],
+    "qwen3_coder": [
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "</function>",
+    ],
+    "glm_4_6": [
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>",
+    ],
+    "granite_3_3": [f"<|tool_call|>[{CALL}]", f"<tool_call>[{CALL}]"],
+}
+"""What each family writes: by its template, and otherwise."""
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -47,6 +89,16 @@ TOOL = {
 }
 USER = {"role": "user", "content": "Weather in Rome?"}
 SEEDS = range(3)
+
+
+def source_of(family: str) -> Path:
+    """The folder of a family's tokenizer; skips where it is not installed."""
+    source = prepare.tokenizer_folder(FAMILIES.get(family, (family, None))[0])
+    if source is None:
+        pytest.skip(
+            "the published tokenizers are missing: make test-all SUITE=ecosystem installs them"
+        )
+    return source
 
 
 @dataclass(frozen=True)
@@ -72,12 +124,7 @@ class Served:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    tokenizer, template = FAMILIES[request.param]
-    source = prepare.tokenizer_folder(tokenizer)
-    if source is None:
-        pytest.skip(
-            "the published tokenizers are missing: make test-all SUITE=ecosystem installs them"
-        )
+    template, source = FAMILIES[request.param][1], source_of(request.param)
     folder = tmp_path_factory.mktemp(request.param) / "model"
     reference = AutoTokenizer.from_pretrained(source)
     save_tiny(
@@ -149,3 +196,22 @@ def test_a_strict_tool_is_kept_where_a_call_is_optional(served: Served, seed: in
     message = served.ask(tool_choice="auto", seed=seed).json()["choices"][0]["message"]
     for call in (message.get("tool_calls") or ())[:-1]:
         jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_the_chosen_parser_reads_what_the_family_writes(family: str) -> None:
+    reference = AutoTokenizer.from_pretrained(source_of(family))
+    template = FAMILIES.get(family, (family, None))[1]
+    source = published.template(template) if template else reference.chat_template
+    special = {
+        one.content: id_ for id_, one in reference.added_tokens_decoder.items() if one.special
+    }
+    chosen = format_of(source, special_ids=special)
+    tools = [Tool("get_weather", None, PARAMETERS, strict=False)]
+    hidden = re.compile("|".join(map(re.escape, special.keys() - chosen.markers)) or r"(?!)")
+    others = [] if family == "gpt_oss" else UNTAGGED
+    for text in [*WRITTEN[family], *others]:
+        answer = read(chosen.parser(tools, ToolChoice("auto")), hidden.sub("", text))
+        called = [(name, json.loads(arguments)) for name, arguments in answer.calls]
+        assert called == [("get_weather", json.loads(ARGUMENTS))], (chosen.name, text)
+        assert not answer.text.strip()

@@ -8,7 +8,10 @@ import json
 import logging
 import math
 import re
+import select
 import shlex
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -71,21 +74,11 @@ def test_other_lines_are_shown_as_they_are(line: str) -> None:
     assert record["target"] == "shard-0"
 
 
-def test_percent_signs_and_empty_lines() -> None:
-    assert "100 %s done" in relayed("100 %s done")
-    assert relayed("", "  ") == ""
-
-
 def test_stderr_is_for_those_who_debug() -> None:
     stream = io.StringIO()
     logs.setup(LauncherConfig(log_level="debug"), stream)
     logs.relay("careful", source="shard-0", plain_level=logging.DEBUG)
     assert "DEBUG shard-0: careful" in stream.getvalue()
-
-
-def test_colours_only_when_wanted() -> None:
-    assert "\x1b" not in relayed(LINE)
-    assert "\x1b[33m WARN\x1b[0m" in relayed(LINE, colour=True)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +91,9 @@ def test_colours_only_when_wanted() -> None:
         ("", "info"),
     ],
 )
-def test_log_level_words(word: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_for_log_levels_are_understood(
+    word: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOG_LEVEL", word)
     assert LauncherConfig().log_level == expected
 
@@ -119,7 +114,7 @@ def test_relayed_lines_hold_no_control_character_and_forge_no_line() -> None:
     assert relayed("plain \x1b[31m\x07").endswith(r"shard-0: plain \x1b[31m\x07" "\n")
 
 
-def test_json_is_one_line_that_reads_back_whatever_it_holds() -> None:
+def test_any_record_is_relayed_as_one_line_of_valid_json() -> None:
     text = relayed(hostile_record(), json_output=True)
     text.encode()
     assert text.count("\n") == 1
@@ -133,6 +128,52 @@ def test_further_lines_are_indented() -> None:
     logs.setup(LauncherConfig(), stream)
     logs.log.error("complete output:\n%s", "2026 forged\x1b")
     assert stream.getvalue().endswith("complete output:\n    2026 forged\\x1b\n")
+
+
+NUM_LINES = 2000
+"""More than a pipe holds."""
+SECONDS = 60
+"""Limit for a process that waits for its reader, which is a failure."""
+NOISY = {
+    "launcher": """
+from millrace_launcher import logs
+from millrace_launcher.config import LauncherConfig
+logs.setup(LauncherConfig())
+say = logs.log.info
+""",
+    "router": """
+import structlog
+from millrace_router.telemetry import logs
+logs.configure("info", json_output=True)
+say = structlog.get_logger("x").info
+""",
+    "shard": """
+import logging
+from millrace_shard import logs
+logs.configure("info", json_output=True)
+say = logging.getLogger("x").info
+""",
+}
+
+
+@pytest.mark.parametrize("process", NOISY)
+def test_no_process_waits_for_the_reader_of_its_log(process: str) -> None:
+    program = (
+        f"import sys\n{NOISY[process]}\nfor number in range({NUM_LINES}): say(f'line {{number}}')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{program}sys.stderr.write('done')"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as noisy:
+        assert noisy.stdout is not None
+        assert noisy.stderr is not None
+        if not select.select([noisy.stderr], [], [], SECONDS)[0]:
+            noisy.kill()
+        assert noisy.stderr.read(4) == "done"
+        lines = noisy.stdout.read().splitlines()
+    assert [f"line {number}" in line for number, line in enumerate(lines)] == [True] * NUM_LINES
 
 
 class Terminal(io.StringIO):
@@ -179,11 +220,6 @@ def test_a_bar_holds_no_control_character_and_no_impossible_share() -> None:
     assert bar(-1, "") == bar(math.nan, "") == f"  [{'.' * 20}]   0% "
 
 
-def test_a_bar_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    assert len(on_screen(shown(Terminal(), progress(0.5, "x" * 100)))[0]) == 39
-
-
 # Of the router's.
 ROUTES = {
     "/",
@@ -206,12 +242,8 @@ ROUTES = {
         ("10.0.0.7", "http://10.0.0.7:80"),
     ],
 )
-def test_url(hostname: str, expected: str) -> None:
+def test_the_url_names_a_host_that_can_be_reached(hostname: str, expected: str) -> None:
     assert url(hostname, 80) == expected
-
-
-def test_url_of_https() -> None:
-    assert url("::", 80, scheme="https") == "https://[::1]:80"
 
 
 @pytest.mark.parametrize("needs_key", [False, True])

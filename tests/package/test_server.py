@@ -69,7 +69,7 @@ def test_a_server_gets_the_users_flags_and_after_them_those_of_the_case(tmp_path
     assert not Path(server.socket_prefix).parent.exists()
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_an_error_with_its_reason(tmp_path: Path) -> None:
     servers = LocalServers(model=None, logs=tmp_path, launcher=program(tmp_path, REFUSAL))
     with (
         pytest.raises(StartError, match="mixtral runs on one shard only") as refused,
@@ -95,7 +95,7 @@ def test_the_shard_of_this_deployment_is_killed_and_no_other() -> None:
             process.wait()
 
 
-def test_there_may_be_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killing_a_shard_that_does_not_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.server.FIND_SECONDS", 0.0)
     with pytest.raises(NoShard, match="/nowhere/none"):
         LocalServer("http://nowhere", "/nowhere/none").kill_shard()

@@ -17,7 +17,7 @@ from millrace_router.config import (
 ARGV = ["--model-folder=/m"]
 
 
-def test_the_hostname_stays_what_it_was() -> None:
+def test_the_hostname_is_kept_unchanged() -> None:
     assert RouterConfig.from_args([*ARGV, "--hostname=4f2a9c"]).hostname == "4f2a9c"
 
 
@@ -25,7 +25,7 @@ def test_the_hostname_stays_what_it_was() -> None:
     ("hostname", "address"),
     [("localhost", "127.0.0.1"), ("4f2a9c", "0.0.0.0"), ("::1", "::1"), ("10.0.0.1", "10.0.0.1")],
 )
-def test_addresses_to_listen_on(hostname: str, address: str) -> None:
+def test_a_hostname_becomes_an_address_to_listen_on(hostname: str, address: str) -> None:
     assert listen_address(hostname) == address
 
 
@@ -47,7 +47,7 @@ def test_an_empty_key_does_not_open_the_server(
     assert "is empty; give a key, or unset API_KEY" in message
 
 
-def test_keys_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_read_from_flag_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RouterConfig.from_args(ARGV).api_key is None
     monkeypatch.setenv("API_KEY", "")
     assert RouterConfig.from_args([*ARGV, "--api-key=a"]).api_key == "a"
@@ -65,7 +65,7 @@ def test_the_port_of_vertex_beats_that_of_the_image(monkeypatch: pytest.MonkeyPa
     assert RouterConfig.from_args(ARGV).port == 8080
 
 
-def test_routes_of_vertex(
+def test_routes_of_vertex_are_read_and_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/v1/endpoints/1/deployedModels/2:predict")
@@ -103,7 +103,7 @@ def test_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_adapters_in_tgis_form(text: str, spec: AdapterSpec) -> None:
+def test_adapters_in_tgis_form_are_read(text: str, spec: AdapterSpec) -> None:
     assert tgi_adapter(text) == spec
 
 
@@ -111,13 +111,13 @@ def test_adapters_in_tgis_form(text: str, spec: AdapterSpec) -> None:
     "text",
     ["", "a=b=c", "a@b@c", "=b", "a=", "a@", "{", "{}", '{"name": 1, "path": "a"}', '{"name": ""}'],
 )
-def test_adapters_that_are_none(text: str) -> None:
+def test_malformed_adapters_are_refused_with_tgis_message(text: str) -> None:
     with pytest.raises(ValueError, match="Invalid LoRA adapter format") as error:
         tgi_adapter(text)
     assert str(error.value) == f"Invalid LoRA adapter format: {text}"
 
 
-def test_adapters_in_vllms_form() -> None:
+def test_adapters_in_vllms_form_are_read_or_refused() -> None:
     assert vllm_adapter("a=/b=c@d") == AdapterSpec(name="a", path="/b=c@d")
     given = '{"name": "a", "path": "/b", "base_model_name": "base"}'
     assert vllm_adapter(given) == AdapterSpec(name="a", path="/b")
@@ -126,7 +126,7 @@ def test_adapters_in_vllms_form() -> None:
             vllm_adapter(text)
 
 
-def test_adapters_in_sglangs_form() -> None:
+def test_adapters_in_sglangs_form_are_read_or_refused() -> None:
     assert sglang_adapter("a=/b=c@d") == AdapterSpec(name="a", path="/b=c@d")
     assert sglang_adapter("org/a") == AdapterSpec(name="org/a", path="org/a")
     given = '{"lora_name": "a", "lora_path": "/b", "pinned": true}'
@@ -157,12 +157,12 @@ def test_adapters_in_sglangs_form() -> None:
         ('{"name"', ('{"name"',)),
     ],
 )
-def test_lists_of_adapters(text: str, parts: tuple[str, ...]) -> None:
+def test_lists_of_adapters_are_split(text: str, parts: tuple[str, ...]) -> None:
     assert split_adapters(text) == parts
     assert split_adapters([text, "z"]) == (*parts, "z")
 
 
-def test_patterns_of_ids() -> None:
+def test_patterns_of_ids_are_read_or_refused() -> None:
     config = RouterConfig.from_args([*ARGV, "--adapter-allow=hub:org/*,hub:*/lora-*"])
     assert config.adapter_allow == ("hub:org/*", "hub:*/lora-*")
     for pattern in ("org/*", "hub:*", "s3:a/b"):
@@ -170,7 +170,9 @@ def test_patterns_of_ids() -> None:
             RouterConfig.from_args([*ARGV, f"--adapter-allow={pattern}"])
 
 
-def test_the_folder_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_adapters_follows_environment_and_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("MILLRACE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert str(RouterConfig.from_args(ARGV).adapter_cache_folder) == "/xdg/millrace/adapters"
@@ -186,7 +188,7 @@ def test_an_empty_admin_key_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "unset ADMIN_KEY" in capsys.readouterr().err
 
 
-def test_names_of_the_model() -> None:
+def test_the_model_answers_to_its_served_names_and_its_own_name() -> None:
     config = RouterConfig.from_args([*ARGV, "--served-model-name=a,b"])
     assert config.served_names == ("a", "b")
     assert [config.names_the_model(name) for name in ("a", "b", "m", "c", None)] == [
@@ -197,12 +199,12 @@ def test_names_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(("given", "path"), [("", ""), ("/", ""), ("/a/b-1/", "/a/b-1")])
-def test_the_path_at_a_proxy(given: str, path: str) -> None:
+def test_the_path_at_a_proxy_has_no_slash_at_its_end(given: str, path: str) -> None:
     assert RouterConfig.from_args([*ARGV, f"--root-path={given}"]).root_path == path
 
 
 @pytest.mark.parametrize("given", ["a", "https://x/a", '/"', "/a b"])
-def test_what_is_no_path_at_a_proxy(given: str) -> None:
+def test_an_invalid_path_at_a_proxy_is_refused(given: str) -> None:
     with pytest.raises(SystemExit):
         RouterConfig.from_args([*ARGV, f"--root-path={given}"])
 
@@ -230,7 +232,7 @@ OTEL = "OTEL_EXPORTER_OTLP_"
         ),
     ],
 )
-def test_where_traces_go(
+def test_traces_go_to_the_endpoint_of_flag_or_environment(
     flags: list[str],
     environ: dict[str, str],
     endpoint: str,
@@ -247,7 +249,9 @@ def test_where_traces_go(
     assert target.service_name == "text-generation-inference.router"
 
 
-def test_traces_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_are_off_by_default_and_where_opentelemetry_is_disabled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert RouterConfig.from_args(ARGV).trace_target is None
     monkeypatch.setenv(OTEL + "ENDPOINT", "http://e")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
@@ -256,7 +260,7 @@ def test_traces_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RouterConfig.from_args([*ARGV, "--otlp-endpoint=http://c"]).trace_target is None
 
 
-def test_the_name_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_name_comes_from_flag_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mill")
     flags = [*ARGV, "--otlp-endpoint=http://c"]
     for more, name in (([], "mill"), (["--otlp-service-name=x"], "x")):

@@ -10,14 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
+from millrace_proto.listening import bound
+from millrace_router.api.body.fields import request_models
+from millrace_router.server.bodies import complete
+from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
 
@@ -54,7 +58,7 @@ def command(folder: Path, *flags: str) -> list[str]:
 class Router:
     """The process, its log so far, and where it listens."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], inherited: Sequence[int] = ()) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             command,
@@ -62,6 +66,7 @@ class Router:
             stderr=subprocess.STDOUT,
             env=ENVIRONMENT,
             text=True,
+            pass_fds=inherited,
         )
 
     def wait_for(self, message: str) -> dict[str, str]:
@@ -82,10 +87,12 @@ class Router:
 
 
 @contextmanager
-def started(folder: Path, shard: FakeShard, *flags: str) -> Iterator[Router]:
+def started(
+    folder: Path, shard: FakeShard, *flags: str, inherited: Sequence[int] = ()
+) -> Iterator[Router]:
     """A router process, whether or not its start succeeds."""
     with serve_fake_shard(f"unix:{folder}/shard", shard):
-        router = Router(command(folder, *flags))
+        router = Router(command(folder, *flags), inherited)
         try:
             yield router
         finally:
@@ -103,7 +110,7 @@ def routing(folder: Path, shard: FakeShard, *flags: str) -> Iterator[tuple[Route
 ASKED = {"inputs": "w1 w2", "parameters": {"max_new_tokens": 3}}
 
 
-def test_it_serves_and_ends_on_sigterm(folder: Path, shard: FakeShard) -> None:
+def test_the_router_serves_and_ends_on_sigterm(folder: Path, shard: FakeShard) -> None:
     with routing(folder, shard, "--usage-stats=off") as (router, url):
         assert HTTP.get(f"{url}/health").status_code == 200
         body = HTTP.post(f"{url}/generate", json=ASKED).json()
@@ -171,7 +178,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(
         assert router.end() == 0
 
 
-def test_a_leaving_server_accepts_what_load_balancers_still_send(
+def test_a_leaving_server_accepts_requests_that_load_balancers_still_send(
     folder: Path, shard: FakeShard
 ) -> None:
     with routing(folder, shard, "--drain-delay=600") as (router, url):
@@ -208,7 +215,7 @@ def test_the_second_signal_ends_it_at_once(folder: Path, shard: FakeShard) -> No
         assert isinstance(answer.exception(SECONDS), httpx.HTTPError)
 
 
-def test_what_outlasts_the_grace_is_cut_off(folder: Path, shard: FakeShard) -> None:
+def test_streams_that_outlast_the_grace_are_cut_off(folder: Path, shard: FakeShard) -> None:
     with (
         routing(folder, shard, "--graceful-termination-timeout=0") as (router, url),
         held_stream(url, shard) as (_, answer),
@@ -218,7 +225,7 @@ def test_what_outlasts_the_grace_is_cut_off(folder: Path, shard: FakeShard) -> N
         assert answer.result(SECONDS).status_code == 424
 
 
-def test_a_start_that_cannot_succeed(folder: Path, shard: FakeShard) -> None:
+def test_a_start_that_cannot_succeed_ends_with_the_reason(folder: Path, shard: FakeShard) -> None:
     with started(folder, shard, "--max-total-tokens=9000") as router:
         assert router.end() == 1
         message = (
@@ -227,7 +234,7 @@ def test_a_start_that_cannot_succeed(folder: Path, shard: FakeShard) -> None:
         assert f"{message}Given: 9000 and 2396" in router.lines[-1]
 
 
-def test_a_port_that_is_taken(folder: Path, shard: FakeShard) -> None:
+def test_a_busy_port_ends_the_start(folder: Path, shard: FakeShard) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with started(folder, shard, f"--port={port}") as router:
@@ -235,7 +242,9 @@ def test_a_port_that_is_taken(folder: Path, shard: FakeShard) -> None:
             assert f"Cannot listen on 127.0.0.1:{port}: Address already in use" in router.lines[-1]
 
 
-def test_a_port_that_is_taken_while_the_shards_warm_up(folder: Path, shard: FakeShard) -> None:
+def test_a_port_taken_while_the_shards_warm_up_ends_the_start(
+    folder: Path, shard: FakeShard
+) -> None:
     # Linux lets two sockets bind one port as long as neither listens.
     shard.warmup_gate = gate = threading.Event()
     with socket.socket() as other:
@@ -251,7 +260,114 @@ def test_a_port_that_is_taken_while_the_shards_warm_up(folder: Path, shard: Fake
             assert "Traceback" not in "".join(router.lines)
 
 
-def test_a_host_that_is_no_address(folder: Path, shard: FakeShard) -> None:
+@contextmanager
+def kept_listener() -> Iterator[tuple[int, tuple[str, int]]]:
+    """A bound socket as the launcher keeps one: its descriptor, and its address."""
+    # The kernel takes a port that it has chosen itself away from a socket that is shut down.
+    with kept_port() as port, bound("127.0.0.1", port) as listener:
+        yield listener.fileno(), listener.getsockname()
+
+
+def sent(address: tuple[str, int]) -> socket.socket:
+    """A client that has sent a request."""
+    client = socket.create_connection(address, SECONDS)
+    client.sendall(b"GET /ping HTTP/1.1\r\nHost: here\r\n\r\n")
+    return client
+
+
+def test_clients_wait_on_an_inherited_socket_while_a_router_is_replaced(
+    folder: Path, shard: FakeShard
+) -> None:
+    shard.warmup_gate = gate = threading.Event()
+    with kept_listener() as (fd, address):
+        flag = f"--listen-fd={fd}"
+        with started(folder, shard, flag, inherited=[fd]) as router:
+            router.wait_for("Warming up model")
+            with pytest.raises(ConnectionRefusedError):
+                sent(address)
+            gate.set()
+            assert router.wait_for("Connected")["url"] == f"http://127.0.0.1:{address[1]}"
+        with ExitStack() as clients:
+            waiting = [clients.enter_context(sent(address)) for _ in range(300)]
+            with started(folder, shard, flag, inherited=[fd]):
+                assert {client.recv(12) for client in waiting} == {b"HTTP/1.1 200"}
+
+
+def test_clients_wait_for_a_start_no_longer_than_the_grace(folder: Path, shard: FakeShard) -> None:
+    shard.warmup_gate = gate = threading.Event()
+    gate.set()
+    with kept_listener() as (fd, address):
+        flag = f"--listen-fd={fd}"
+        with started(folder, shard, flag, inherited=[fd]) as router:
+            router.wait_for("Connected")
+        gate.clear()
+        with (
+            sent(address) as client,
+            started(folder, shard, flag, "--recovery-grace=0", inherited=[fd]) as router,
+        ):
+            with suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+            with pytest.raises(ConnectionRefusedError):
+                sent(address)
+            gate.set()
+            router.wait_for("Connected")
+            with sent(address) as later:
+                assert later.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_descriptor_that_is_no_socket_ends_the_start(folder: Path, shard: FakeShard) -> None:
+    with started(folder, shard, "--listen-fd=0") as router:
+        assert router.end() == 1
+        assert "--listen-fd is not a socket: " in router.lines[-1]
+
+
+def num_prefills(shard: FakeShard) -> int:
+    return sum(step.HasField("prefill") for step in shard.steps)
+
+
+def test_a_killed_router_leaves_its_costs_and_its_quarantine_to_the_next_one(
+    folder: Path, shard: FakeShard
+) -> None:
+    shard.poison_id = 3
+    poison = {"inputs": "w1 w2 w3", "parameters": {"max_new_tokens": 2}}
+    fd = os.memfd_create("test")
+    for life in (1, 2):
+        with started(folder, shard, f"--state-fd={fd}", inherited=[fd]) as router:
+            url = router.wait_for("Connected")["url"]
+            assert sum("Measuring steps" in line for line in router.lines) == (life == 1)
+            num_prompts = num_prefills(shard)
+            assert HTTP.post(f"{url}/generate", json=poison).status_code == 424
+            assert (num_prefills(shard) == num_prompts) == (life == 2)
+            records = HTTP.get(f"{url}/v1/quarantine").json()["quarantined"]
+            assert [record["prompt_tokens"] for record in records] == [3]
+    os.close(fd)
+
+
+NEEDLESS = """
+import sys
+import millrace_router.serving
+from millrace_router.api.body.fields import request_models
+needless = ("jsonschema", "opentelemetry", "ray", "torch", "zmq", "millrace_router.journal.replay")
+print([name for name in needless if name in sys.modules])
+print([model.__name__ for model in request_models() if model.__pydantic_complete__])
+"""
+
+
+def test_a_start_imports_and_builds_only_what_it_needs() -> None:
+    command = [sys.executable, "-c", NEEDLESS]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n[]\n"
+
+
+def test_every_model_of_a_body_can_be_completed_by_several_threads() -> None:
+    models = list(request_models())
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(complete, models * 4))
+    assert models
+    assert all(model.__pydantic_complete__ for model in models)
+
+
+def test_a_hostname_without_an_address_is_warned_of(folder: Path, shard: FakeShard) -> None:
     with routing(folder, shard, "--hostname=4f2a9c") as (router, url):
         assert url.startswith("http://0.0.0.0:")
         (line,) = [line for line in router.lines if "4f2a9c" in line]
@@ -288,7 +404,7 @@ def test_a_bad_file_of_keys_ends_the_start(folder: Path, shard: FakeShard) -> No
         assert line["fields"]["message"] == f"--api-key-file: {file}, line 1: must be NAME:KEY"
 
 
-def test_it_goes_with_its_parent(folder: Path, shard: FakeShard) -> None:
+def test_the_router_ends_with_its_parent(folder: Path, shard: FakeShard) -> None:
     script = (
         "import subprocess, sys; "
         "child = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE); "

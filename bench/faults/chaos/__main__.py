@@ -1,7 +1,7 @@
 """`python -m bench.faults.chaos`: break the server under load, compare every answer, and audit what is left.
 
-`--scene` picks one of the named campaigns: `kills`, `hangs`, `poison`, `overload`, `soak`, or `all` kinds of faults in
-random order. Further flags change it: `--scene kills --num-shard 2 --flags=--quantize=int4`.
+`--scene` picks one of the named campaigns: `kills`, `hangs`, `hand-overs`, `poison`, `overload`, `soak`, or `all` kinds
+of faults in random order. Further flags change it: `--scene kills --num-shard 2 --flags=--quantize=int4`.
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         ("--poison", "kill", {"choices": POISONS}, "what a poison request does to a shard"),
         ("--clients", 12, number, "in a closed loop"),
         ("--pool", 180, number, "distinct requests"),
-        (
-            "--longest",
-            0,
-            {"type": int},
-            "most tokens of long streams only; 0: requests of all kinds",
-        ),
+        ("--longest", 0, {"type": int}, "most tokens of long streams only; 0: all requests"),
         ("--long", 16, number, "long streams besides"),
         ("--model", "demo", {}, f"a folder, or one of {', '.join(('demo', *MODELS))}"),
         ("--num-shard", 1, number, "ranks"),
         ("--step-timeout", 3.0, seconds, "of the server"),
         ("--max-concurrent", 64, number, "requests that the server accepts at once"),
         ("--kv-tokens", 2048, number, "room of the KV cache"),
+        (
+            "--fork-servers",
+            ("auto",),
+            {"type": _words},
+            "values of --fork-server, one run for each",
+        ),
         ("--flags", [], {"type": shlex.split}, "more flags for the launcher"),
         ("--log", OUT / "chaos.log", {"type": Path}, "of the launcher"),
     )
@@ -110,6 +111,10 @@ def main(arguments: Sequence[str]) -> int:
     """0 when the server recovered from every fault and the audit found nothing."""
     options = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, _on_sigterm)
+    return max(_campaign(options, arguments, how) for how in options.fork_servers)
+
+
+def _campaign(options: argparse.Namespace, arguments: Sequence[str], fork_server: str) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="millrace-chaos-") as folder:
             adapters = Adapters(Path(folder))
@@ -119,6 +124,7 @@ def main(arguments: Sequence[str]) -> int:
             poisons = Kind.POISON in options.kinds
             with deployed(
                 model,
+                f"--fork-server={fork_server}",
                 *launcher_flags(options, adapters),
                 log=options.log,
                 num_ranks=options.num_shard,
@@ -132,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     record = Record(
         bench="chaos",
-        title=f"Chaos, {options.scene}, seed {options.seed}",
+        title=f"Chaos, {options.scene}, seed {options.seed}, fork server {fork_server}",
         command=command("faults.chaos", arguments),
         figures=report.as_json(outcome),
     )
@@ -147,6 +153,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _kinds(text: str) -> tuple[Kind, ...]:

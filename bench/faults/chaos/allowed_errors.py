@@ -9,7 +9,8 @@ from enum import Enum
 class AllowedError(Enum):
     """An error that the contract allows while a fault lasts."""
 
-    RESETS = "the router is down: connections break, and are refused until it is back"
+    RESETS = "the router is down: its connections break, and new ones wait until it is back"
+    FORGETS = "the router is replaced: the next one does not know adapters that were loaded later"
     REFUSALS = "more requests than permits: some are answered 429"
     FETCHES = "fetching processes are killed: requests for their adapters are answered 503"
 

@@ -22,11 +22,24 @@ class EventReader:
 
     def __init__(self) -> None:
         self.rest = b""
+        self.last_id = 0
+        """The id of the last event with an id; 0 if no event had one."""
+        self.num_numbered = 0
+        """Events up to this one."""
+        self._num_events = 0
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of the events that `chunk` completes."""
         *blocks, self.rest = (self.rest + chunk).split(b"\n\n")
-        return [block[5:].strip() for block in blocks if block.startswith(b"data:")]
+        found = []
+        for block in blocks:
+            id_, data = block.split(b"\n", 1) if block.startswith(b"id: ") else (b"", block)
+            if data.startswith(b"data:"):
+                found.append(data[5:].strip())
+                self._num_events += 1
+                if id_:
+                    self.last_id, self.num_numbered = int(id_[4:]), self._num_events
+        return found
 
 
 @dataclass(slots=True)
@@ -44,6 +57,10 @@ class Answer:
     """The reason of a break before the end, or empty."""
     connected: bool = True
     """Whether the connection was established."""
+    last_id: int = 0
+    """The id of the last event with an id, after which a client with a key resumes; 0 if there is none."""
+    num_numbered: int = 0
+    """Events up to this one; later ones come again."""
     sent: float = 0.0
     """By the monotonic clock, in seconds."""
 
@@ -53,6 +70,11 @@ class Answer:
             self.num_done += 1
         else:
             self.events.append(orjson.loads(data))
+
+    def resume(self) -> None:
+        """Forget the break, and what comes again."""
+        self.broken, self.num_done = "", 0
+        del self.events[self.num_numbered :]
 
 
 def stable(value: Json) -> Json:

@@ -31,10 +31,10 @@ MEMORY_GROWTH = 96 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a process holds at one moment."""
+    """The resources of a process at one moment."""
 
     resident: int
-    """Bytes."""
+    """Bytes that it does not share with others, so without the KV store."""
     num_fds: int
     num_threads: int
 
@@ -44,7 +44,7 @@ def read(processes: Mapping[str, psutil.Process]) -> dict[str, Reading]:
     found = {}
     for role, process in processes.items():
         try:
-            resident = process.memory_info().rss
+            resident = process.memory_full_info().uss
             num_fds, num_threads = process.num_fds(), process.num_threads()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -10,7 +10,7 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is known of a kind of fault."""
+    """The properties of a kind of fault."""
 
     text: str
     weight: int
@@ -33,11 +33,15 @@ class Kind(Enum):
     KILL_IDLE = Traits("kill -9 an idle shard", 4, is_fatal=True, is_idle=True)
     HANG_IDLE = Traits("stop an idle shard", 3, is_fatal=True, is_idle=True)
     ROUTER = Traits("kill -9 the router", 7, is_fatal=True)
+    HAND_OVER = Traits("replace the router (SIGUSR2)", 7, is_fatal=True)
+    UNLINK = Traits("remove the shards' sockets, and kill -9 the router", 3, is_fatal=True)
     ROLL = Traits("rolling restart (SIGHUP)", 6, is_fatal=True)
+    SLOWED = Traits("slow a shard to a twentieth", 3)
     VANISH = Traits("clients vanish mid-answer", 10)
     SLOW = Traits("clients stop reading", 7)
     MALFORMED = Traits("malformed requests", 6)
     OVERSIZED = Traits("oversized requests", 6)
+    CROWD = Traits("connections with unfinished headers and bodies", 6)
     BURST = Traits("burst past the permits", 6)
     EXHAUST = Traits("more KV than there is", 6)
     LOAD = Traits("load an adapter, and unload it while it streams", 6, needs_adapters=True)

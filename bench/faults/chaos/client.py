@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,12 +32,14 @@ BACK_OFF_SECONDS = 0.1
 MOST_PATIENT_SECONDS = 1.0
 CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError)
 BROKEN_OFF = "connection reset with the router, sent again"
-NOT_CONNECTED = "no connection while the router was down, tried again"
 REFUSED = "refused with 429, sent again"
 UNAVAILABLE = "adapter unavailable with 503, sent again"
 FORGOTTEN = "adapter forgotten with the router"
+RESUMED = "connection reset with the router, resumed with its key"
 RIGHT = "answered, right bytes"
 WRONG = "wrong"
+KEYED = 3
+"""One stream in this many has an `Idempotency-Key`, unless it has an adapter, which a router may forget."""
 LEFT = "left mid-answer by the client"
 
 
@@ -54,6 +57,7 @@ class Client:
         self.open: set[int] = set()
         """Numbers of the requests that have not ended."""
         self._numbers, self._streams = count(), count()
+        self._name = secrets.token_hex(4)
         # A kept-alive connection may be closed at the moment of its use; such a reset would not be an error.
         self._session = aiohttp.ClientSession(
             base_url=url,
@@ -91,11 +95,13 @@ class Client:
         number = next(self._numbers)
         self.open.add(number)
         began = began or asyncio.Event()
+        is_keyed = request.streams and not request.adapter and number % KEYED == 0
         try:
-            while True:
+            for attempt in count():
                 start = time.monotonic()
-                answer = await self._attempt(request, began)
-                is_lost = since is not None and self._is_allowed(AllowedError.RESETS, since)
+                key = f"{self._name}-{number}-{attempt}" if is_keyed else None
+                answer = await self._attempt(request, began, key)
+                is_lost = since is not None and self._may_be_forgotten(since)
                 if is_lost and answer.status == 404:
                     self.ledger.count(FORGOTTEN)
                     return
@@ -209,20 +215,34 @@ class Client:
 
     def _check_reset(self, name: str, answer: Answer, start: float) -> bool:
         """Whether the break of a connection is a violation."""
-        if self._is_allowed(AllowedError.RESETS, start):
-            self.ledger.count(BROKEN_OFF if answer.connected else NOT_CONNECTED)
+        if answer.connected and self._is_allowed(AllowedError.RESETS, start):
+            self.ledger.count(BROKEN_OFF)
             return False
         self.ledger.count(WRONG)
         self.ledger.wrong(f"{name}: {answer.broken}")
         return True
 
+    def _may_be_forgotten(self, since: float) -> bool:
+        errors = (AllowedError.RESETS, AllowedError.FORGETS)
+        return any(self._is_allowed(error, since) for error in errors)
+
     def _is_allowed(self, error: AllowedError, start: float) -> bool:
         return self.allowed.allow(error, start, time.monotonic())
 
-    async def _attempt(self, request: Request, began: asyncio.Event | None = None) -> Answer:
-        answer = Answer()
+    async def _attempt(
+        self, request: Request, began: asyncio.Event | None = None, key: str | None = None
+    ) -> Answer:
+        """Send a request once; one with a key is resumed until its answer has ended."""
+        answer, start = Answer(), time.monotonic()
         try:
-            await self._read(request, answer, began=began)
+            await self._read(request, answer, began=began, key=key)
+            while (
+                key is not None and answer.broken and self._is_allowed(AllowedError.RESETS, start)
+            ):
+                await asyncio.sleep(BACK_OFF_SECONDS)
+                self.ledger.count(RESUMED)
+                answer.resume()
+                await self._read(request, answer, began=began, key=key)
         except TimeoutError:
             answer.broken = f"not ended within {ATTEMPT_SECONDS:g} s"
         return answer
@@ -234,11 +254,16 @@ class Client:
         *,
         most_events: int = 0,
         began: asyncio.Event | None = None,
+        key: str | None = None,
     ) -> None:
         """Read into `answer`, to the end or up to `most_events`; raises TimeoutError."""
         answer.sent = time.monotonic()
+        headers = {} if key is None else {"idempotency-key": key}
+        if answer.last_id:
+            headers["last-event-id"] = str(answer.last_id)
+        body = dict(request.body)
         try:
-            async with self._session.post(request.path, json=dict(request.body)) as response:
+            async with self._session.post(request.path, json=body, headers=headers) as response:
                 answer.headers = {name.lower(): value for name, value in response.headers.items()}
                 answer.status = response.status
                 if request.streams and response.status == 200:
@@ -260,10 +285,14 @@ class Client:
         most_events: int,
         began: asyncio.Event | None,
     ) -> None:
-        reader, stream = EventReader(), next(self._streams)
+        reader, stream, num_before = EventReader(), next(self._streams), len(answer.events)
         try:
             async for chunk in response.content.iter_any():
-                for data in reader.feed(chunk):
+                events = reader.feed(chunk)
+                if reader.last_id:
+                    answer.last_id = reader.last_id
+                    answer.num_numbered = num_before + reader.num_numbered
+                for data in events:
                     answer.take(data)
                     self.arrivals.token(stream, time.monotonic())
                     if began is not None:

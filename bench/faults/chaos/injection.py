@@ -20,7 +20,7 @@ from bench.faults.chaos import adapter_faults
 from bench.faults.chaos.allowed_errors import AllowedError
 from bench.faults.chaos.campaign import Fault, Kind
 from bench.faults.chaos.client import body_bytes
-from bench.faults.chaos.malformed import GARBAGE, MALFORMED, OVERSIZED, RawRequest
+from bench.faults.chaos.malformed import GARBAGE, MALFORMED, OVERSIZED, UNFINISHED, RawRequest
 from bench.faults.chaos.pauses import Pause
 from bench.faults.chaos.population import Request
 from bench.faults.chaos.scene import Scene, hit_by, send, until
@@ -29,7 +29,13 @@ from bench.faults.deployment import Deployment
 RECOVERY_SECONDS = 180.0
 NUM_VANISHING = 6
 NUM_SLOW = 3
+NUM_CROWD = 400
+MAX_CROWD_MIB = 450
+"""The router's bound of 256 MiB for such requests, and what Python adds."""
 GARBAGE_SECONDS = 0.2
+SLOWED_SECONDS = 12.0
+"""Longer than several step timeouts."""
+SLOWED_PERIOD_SECONDS = 0.4
 MARK = " 90909 wqxz wqxz"
 """The end of a poison prompt."""
 NUM_MARK_TOKENS = 6
@@ -45,8 +51,8 @@ async def inject(scene: Scene, fault: Fault) -> Pause | None:
     if not fault.kind.value.is_fatal:
         task = asyncio.create_task(CLIENT_FAULTS[fault.kind](scene, fault))
         scene.others.add(task)
-        # Some client faults continue during the next fault, but a poison request is searched for by itself.
-        alone = fault.kind is Kind.POISON
+        # Some faults continue during the next one, but those after which restarts are counted stay by themselves.
+        alone = fault.kind in {Kind.POISON, Kind.SLOWED}
         await asyncio.wait([task], timeout=RECOVERY_SECONDS if alone else fault.delay)
         return None
     if fault.kind.value.is_idle:
@@ -61,13 +67,15 @@ async def inject(scene: Scene, fault: Fault) -> Pause | None:
         raise NotRecoveredError(f"{fault.kind.value.text}: {missing(scene.server)}") from None
     finally:
         scene.load.resume()
-        scene.client.allowed.end(AllowedError.RESETS, time.monotonic())
+        for error in (AllowedError.RESETS, AllowedError.FORGETS):
+            scene.client.allowed.end(error, time.monotonic())
     return scene.client.arrivals.pause()
 
 
 async def settled(scene: Scene, old: set[int]) -> None:
     """Wait until no process of `old` is left, all new ones run, and every earlier request has ended."""
     await until(lambda: _has_recovered(scene.server, old))
+    scene.client.arrivals.recovered(time.monotonic())
     scene.load.resume()
     # A request is a poison suspect until it ends: a second kill during its replay would put it into quarantine.
     await scene.load.ended(set(scene.client.open))
@@ -144,6 +152,43 @@ async def _router(scene: Scene, _: Fault) -> set[int]:
     return {pid}
 
 
+async def _hand_over(scene: Scene, _: Fault) -> set[int]:
+    """Replace the router; no request may fail, and the old one ends with its last connection."""
+    scene.client.allowed.begin(AllowedError.FORGETS, time.monotonic())
+    old = set(scene.server.members().routers)
+    scene.server.launcher.send_signal(signal.SIGUSR2)
+    # Clients that do not read would keep it for a minute.
+    for connection in scene.held:
+        connection.close()
+    scene.held.clear()
+    return old
+
+
+async def _unlink(scene: Scene, fault: Fault) -> set[int]:
+    """The next router finds shards that run and cannot be reached."""
+    shards = {pid for pids in scene.server.members().ranks.values() for pid in pids}
+    for path in scene.server.folder.iterdir():
+        if path.is_socket():
+            path.unlink()
+    return shards | await _router(scene, fault)
+
+
+async def _slowed(scene: Scene, fault: Fault) -> None:
+    """Let the shards run for a twentieth of the time; no one may take that for a hang."""
+    pids, before = hit_by(scene, fault), scene.server.num_shard_starts()
+    try:
+        async with asyncio.timeout(SLOWED_SECONDS):
+            while True:
+                send(pids, signal.SIGSTOP)
+                await asyncio.sleep(0.95 * SLOWED_PERIOD_SECONDS)
+                send(pids, signal.SIGCONT)
+                await asyncio.sleep(0.05 * SLOWED_PERIOD_SECONDS)
+    except TimeoutError:
+        send(pids, signal.SIGCONT)
+    if scene.server.num_shard_starts() > before:
+        scene.client.ledger.wrong("a slow shard was restarted")
+
+
 async def _roll(scene: Scene, _: Fault) -> set[int]:
     old = {pid for pids in scene.server.members().ranks.values() for pid in pids}
     scene.server.launcher.send_signal(signal.SIGHUP)
@@ -195,6 +240,34 @@ async def _malformed(scene: Scene, fault: Fault) -> None:
 
 async def _oversized(scene: Scene, fault: Fault) -> None:
     await _post_raw(scene, fault, OVERSIZED)
+
+
+async def _crowd(scene: Scene, _: Fault) -> None:
+    """Leave many requests unfinished: the router's memory stays bounded, and it answers."""
+    (pid,) = scene.server.members().routers
+    before = psutil.Process(pid).memory_info().rss
+    crowd = await asyncio.to_thread(_unfinished, scene.server)
+    try:
+        grown = (psutil.Process(pid).memory_info().rss - before) >> 20
+        scene.client.ledger.count("MiB of unfinished requests", grown)
+        if grown > MAX_CROWD_MIB:
+            scene.client.ledger.wrong(f"unfinished requests take {grown} MiB")
+        if not await asyncio.to_thread(scene.server.is_ready):
+            scene.client.ledger.wrong("/readyz does not answer beside unfinished requests")
+    finally:
+        for connection in crowd:
+            connection.close()
+
+
+def _unfinished(server: Deployment) -> list[socket.socket]:
+    """Connect with unfinished bodies and headers; the server may close some."""
+    crowd = []
+    for number in range(NUM_CROWD):
+        connection = socket.create_connection(_address(server), timeout=5)
+        crowd.append(connection)
+        with suppress(OSError):
+            connection.sendall(UNFINISHED[number % len(UNFINISHED)])
+    return crowd
 
 
 async def _post_raw(scene: Scene, fault: Fault, bad: tuple[RawRequest, ...]) -> None:
@@ -258,15 +331,19 @@ FATAL_FAULTS: dict[Kind, Callable[[Scene, Fault], Awaitable[set[int]]]] = {
     Kind.KILL_IDLE: partial(_idle, number=signal.SIGKILL),
     Kind.HANG_IDLE: partial(_idle, number=signal.SIGSTOP),
     Kind.ROUTER: _router,
+    Kind.HAND_OVER: _hand_over,
+    Kind.UNLINK: _unlink,
     Kind.ROLL: _roll,
     Kind.KILL_LOADING: adapter_faults.kill_loading,
 }
 """Each returns the process ids that must end."""
 CLIENT_FAULTS: dict[Kind, Callable[[Scene, Fault], Coroutine[None, None, None]]] = {
+    Kind.SLOWED: _slowed,
     Kind.VANISH: _vanish,
     Kind.SLOW: _slow,
     Kind.MALFORMED: _malformed,
     Kind.OVERSIZED: _oversized,
+    Kind.CROWD: _crowd,
     Kind.BURST: _burst,
     Kind.EXHAUST: _exhaust,
     Kind.LOAD: adapter_faults.load_and_unload,

@@ -79,10 +79,10 @@ OVERSIZED = (
     _raw("100 prompts", orjson.dumps({"prompt": ["x"] * 100}), 422, paths=OPENAI[1:]),
     _raw("body of 3 MB, OpenAI", b'{"prompt": "' + b"x" * 3_000_000 + b'"}', 413, paths=OPENAI),
     RawRequest(
-        name="header of 64 kB",
+        name="header of 128 kB",
         content=b'{"inputs": "x"}',
         statuses=frozenset({400, 431}),
-        headers={**JSON, "x-long": "x" * 65_536},
+        headers={**JSON, "x-long": "x" * 131_072},
     ),
 )
 
@@ -95,3 +95,9 @@ GARBAGE = (
     b"\x00" * 4096,
 )
 """Raw bytes that are not HTTP, or an incomplete request."""
+UNFINISHED = (
+    b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * 60_000,
+    b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1999999\r\n\r\n"
+    + b" " * 1_900_000,
+)
+"""Requests whose rest does not come."""

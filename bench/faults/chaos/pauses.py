@@ -23,7 +23,7 @@ LOADED = re.compile(r"weights loaded in ([\d.]+) s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """What a fault cost the clients; times in seconds of one monotonic clock."""
+    """The pause of the clients by a fault; times in seconds of one monotonic clock."""
 
     fault_at: float
     resumed_at: float
@@ -43,7 +43,7 @@ class Arrivals:
     """The tokens of all streams since the last fault."""
 
     def __init__(self) -> None:
-        self._since = 0.0
+        self._since, self._recovered_at = 0.0, math.inf
         self._streams: dict[int, list[float]] = {}
         self._running: set[int] = set()
         self.num_tokens = 0
@@ -51,7 +51,7 @@ class Arrivals:
 
     def start(self, now: float) -> None:
         """A fault: measure anew. Of the streams that run only the last token is kept."""
-        self._since, self.num_tokens = now, 0
+        self._since, self._recovered_at, self.num_tokens = now, math.inf, 0
         self._streams = {number: self._streams[number][-1:] for number in self._running}
 
     def token(self, stream: int, now: float) -> None:
@@ -64,30 +64,30 @@ class Arrivals:
         """A stream ended."""
         self._running.discard(stream)
 
+    def recovered(self, now: float) -> None:
+        """All processes serve: a pause that begins later has another cause, such as prompts."""
+        self._recovered_at = now
+
     def pause(self) -> Pause | None:
-        """The longest pause since the fault; None without a token since then."""
+        """The longest pause between the fault and the recovery; None without a token since the fault."""
         streams = list(self._streams.values())
         times = sorted(at for at in chain.from_iterable(streams) if at > self._since)
-        resumed = pause_end(times, since=self._since, until=math.inf)
-        if resumed is None:
+        gaps = [
+            (after - before, after)
+            for before, after in pairwise([self._since, *times])
+            if before <= self._recovered_at
+        ]
+        if not gaps:
             return None
+        # Tokens that were in flight at the fault may arrive before the pause begins.
+        silence, resumed = max(gaps)
         moving = all_moving_at(streams, resumed=resumed, until=math.inf)
         return Pause(
             fault_at=self._since,
             resumed_at=resumed,
-            silence=max(after - before for before, after in pairwise([self._since, *times])),
+            silence=silence,
             all_moving=None if moving is None else moving - self._since,
         )
-
-
-def pause_end(arrivals: Iterable[float], *, since: float, until: float) -> float | None:
-    """The end of the longest pause that began after `since`; None without a token before `until`.
-
-    Tokens that were in flight at `since` may still arrive before the pause begins.
-    """
-    times = [since, *sorted(at for at in arrivals if since < at < until)]
-    gaps = [(after - before, after) for before, after in pairwise(times)]
-    return max(gaps)[1] if gaps else None
 
 
 def all_moving_at(

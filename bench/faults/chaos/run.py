@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import time
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, cycle, islice
 from pathlib import Path
 
 from bench.faults.adapters import CHANGING, LATE, SHELVED, STEADY, WHOLE, Adapters
@@ -75,6 +75,7 @@ async def run(server: Deployment, options: argparse.Namespace, adapters: Adapter
     ) as client:
         scene = _scene(server, client, options, adapters)
         await _refer(scene)
+        await _crowd(scene, options.clients)
         await _idle(server)
         outcome.ledger.seconds.clear()
         outcome.before = _usages(server)
@@ -138,6 +139,12 @@ async def _refer(scene: Scene) -> None:
             client.ledger.wrong(f"both versions of {name} answer the same")
     num_answers = sum(map(len, client.references.values()))
     say(f"{num_answers} answers undisturbed, {time.monotonic() - started:.1f} s")
+
+
+async def _crowd(scene: Scene, num_clients: int) -> None:
+    """Ask as many at once as the load has clients, so that the buffers of such steps do not count as a leak."""
+    requests = islice(cycle(scene.requests), num_clients)
+    await asyncio.gather(*(scene.client.ask(one, may_be_refused=True) for one in requests))
 
 
 async def _run_load(

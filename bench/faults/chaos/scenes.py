@@ -40,6 +40,17 @@ SCENES: Mapping[str, Options] = {
         "longest": 300,
         "kv_tokens": 65_536,
     },
+    # Routers that are replaced under a hundred streams and new requests: no request fails, and how long is the pause?
+    "hand-overs": {
+        **STREAMS,
+        "kinds": (Kind.HAND_OVER,),
+        "faults": 10,
+        "pace": 3.0,
+        "clients": 100,
+        "pool": 60,
+        "longest": 600,
+        "kv_tokens": 262_144,
+    },
     # A request among fifty that breaks each of its steps, in the way of `--poison`.
     "poison": {
         **STREAMS,
@@ -48,6 +59,17 @@ SCENES: Mapping[str, Options] = {
         "clients": 50,
         "pool": 50,
         "longest": 200,
+        "kv_tokens": 65_536,
+    },
+    # Clients that hold connections, headers and bodies: the router's memory stays bounded.
+    "crowd": {
+        **STREAMS,
+        "kinds": (Kind.CROWD, Kind.OVERSIZED, Kind.VANISH),
+        "faults": 9,
+        "pace": 2.0,
+        "clients": 20,
+        "pool": 40,
+        "longest": 100,
         "kv_tokens": 65_536,
     },
     # Ten times as many clients as the server accepts, for three minutes.
@@ -85,6 +107,7 @@ SMALL = {
     "max_position_embeddings": 1024,
     "sliding_window": 48,
 }
+SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "gemma3": {"model_type": "gemma3_text", **SMALL},
@@ -95,9 +118,34 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_experts_per_tok": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
+        "qwen3_next": {
+            "model_type": "qwen3_next",
+            **SMALL,
+            **SMALL_EXPERTS,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 64,
+        },
+        "deepseek_v2": {
+            "model_type": "deepseek_v2",
+            **SMALL,
+            **SMALL_EXPERTS,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
     }
 )
-"""Fields of the configs of small random models with windows and experts."""
+"""Fields of the configs of small random models: windows, experts, recurrent layers, latents."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 
 from bench.gpu.engine.kernels import cuda_kernels
 from bench.gpu.figures import check
 from bench.gpu.setting import Emit, Setting
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
+from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 
@@ -26,14 +30,9 @@ def run(setting: Setting, emit: Emit) -> None:
             for head_dim in setting.scale.checked_head_dims:
                 if differences and not setting.has_time_for(SECONDS):
                     break
-                with torch.inference_mode():
-                    differences[head_dim] = largest_difference(
-                        kernels,
-                        oracle,
-                        dtype=dtype,
-                        shape=LayerShape.small(head_dim),
-                        device=setting.device,
-                    )
+                differences[head_dim] = _difference(
+                    kernels, oracle, dtype, head_dim, setting.device
+                )
                 emit(
                     check(
                         f"agreement with plain torch, {name_of(dtype)}, {mode}",
@@ -43,6 +42,24 @@ def run(setting: Setting, emit: Emit) -> None:
                         most=TOLERANCE[dtype],
                     )
                 )
+
+
+def cases(setting: Setting) -> Iterator[Callable[[], object]]:
+    """A call for each dtype, mode and head size, in the order of `run`."""
+    oracle = PlainKernels(deterministic=False)
+    for dtype in setting.scale.checked_dtypes:
+        for deterministic in MODES.values():
+            kernels = cuda_kernels(deterministic=deterministic)
+            for head_dim in setting.scale.checked_head_dims:
+                yield partial(_difference, kernels, oracle, dtype, head_dim, setting.device)
+
+
+@torch.inference_mode()
+def _difference(
+    kernels: Kernels, oracle: Kernels, dtype: torch.dtype, head_dim: int, device: torch.device
+) -> float:
+    shape = LayerShape.small(head_dim)
+    return largest_difference(kernels, oracle, dtype=dtype, shape=shape, device=device)
 
 
 def name_of(dtype: torch.dtype) -> str:

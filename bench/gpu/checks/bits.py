@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -97,6 +98,17 @@ def run(setting: Setting, emit: Emit) -> None:
             )
 
 
+def cases(setting: Setting) -> Iterator[Callable[[], object]]:
+    """A call for each dtype's operators, then for each case of attention, in the order of `run`."""
+    kernels, dtypes = cuda_kernels(deterministic=True), setting.scale.checked_dtypes
+    for dtype in dtypes:
+        yield partial(differing_operators, kernels, dtype, setting.device)
+    for dtype in dtypes:
+        for case in _cases(setting, dtype):
+            yield partial(differing_arrangements, kernels, case, setting)
+
+
+@torch.inference_mode()
 def differing_arrangements(kernels: Kernels, case: Case, setting: Setting) -> list[str]:
     """Names of the arrangements in which the last row of a sequence has other bits than alone."""
     device = setting.device
@@ -151,6 +163,7 @@ def attended(
     return out[sum(num_queries[: place + 1]) - 1]
 
 
+@torch.inference_mode()
 def differing_operators(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Names of operators whose first row has other bits among more rows than alone."""
     generator = torch.Generator().manual_seed(0)

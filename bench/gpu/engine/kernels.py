@@ -12,6 +12,7 @@ from torch import Tensor
 from millrace_shard.commands.device_settings import graph_settings, is_deterministic
 from millrace_shard.config import ShardConfig
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.build import use_triton_cache
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.model_runner import piecewise_layers
@@ -23,11 +24,20 @@ INTERPRETED_TOKEN_COUNTS = (64,)
 
 
 def kernels_for(
-    config: ShardConfig, device: torch.device, dtype: torch.dtype, shape: LayerShape
+    config: ShardConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: LayerShape,
+    *,
+    is_checked: bool = True,
 ) -> Kernels:
-    """The kernels for CUDA in the mode that `config` has on a GPU; plain torch with --disable-custom-kernels."""
+    """The kernels for CUDA in the mode that `config` has on a GPU; plain torch with --disable-custom-kernels.
+
+    On a GPU they are compared with plain torch first, as at a start, if that `is_checked`.
+    """
     deterministic = is_deterministic(config, CUDA)
-    if device.type == "cpu" and not config.disable_custom_kernels:
+    is_compared = device.type == "cuda" and is_checked
+    if not (is_compared or config.disable_custom_kernels):
         return cuda_kernels(deterministic=deterministic)
     return choose_kernels(
         device,
@@ -40,6 +50,8 @@ def kernels_for(
 
 def cuda_kernels(*, deterministic: bool) -> Kernels:
     """The Triton kernels. Without a GPU, TRITON_INTERPRET must be set before the first call."""
+    # All stages and servers compile into one cache.
+    use_triton_cache()
     # Plain torch has to run where Triton is missing.
     from millrace_shard.kernels.cuda.operators import CudaKernels  # noqa: PLC0415
 

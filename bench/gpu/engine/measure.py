@@ -19,12 +19,6 @@ def decode_bytes(shape: Shape, context: float) -> float:
     return BYTES * weights + cache_bytes(shape) * context
 
 
-def decode_flops(shape: Shape, rows: int, context: float) -> float:
-    """Operations of a step over `rows`."""
-    weights = layer_weights(shape) + shape.hidden_size * shape.vocab_size
-    return 2.0 * weights * rows + attention_flops(shape, 1) * context
-
-
 def prefill_flops(shape: Shape, lengths: Sequence[int]) -> float:
     """Operations of a step over whole prompts; half of each square of attention is masked."""
     head = shape.hidden_size * shape.vocab_size
@@ -47,7 +41,6 @@ def measure_decode(
         detail={
             "rows": rows,
             "bytes": decode_bytes(shape, context),
-            "flops": decode_flops(shape, rows, context),
             **_parts(times),
         },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,15 @@ class RandomWeights(Weights):
         self._views = []
         self._made = None
         self._reader = None
+        self._packed = None
+        self._slow = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
+
+    def stored_names(self) -> Iterable[str]:
+        """Return no names, since there are no files."""
+        return ()
 
     def close(self) -> None:
         """Do nothing."""
@@ -54,6 +61,10 @@ class RandomWeights(Weights):
         """Nothing is quantised."""
         del name, cut
         return None
+
+    def _holds_codes(self, name: str) -> bool:
+        del name
+        return False
 
     def check_layers(self, count: int) -> None:
         """Do nothing: the layers are as the config says."""

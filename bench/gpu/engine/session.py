@@ -61,12 +61,20 @@ class StepTimes:
 
 
 @torch.inference_mode()
-def load(shape: Shape, config: ShardConfig, device: torch.device, max_tokens: int) -> LoadedModel:
-    """Random weights behind the kernels for CUDA."""
+def load(
+    shape: Shape,
+    config: ShardConfig,
+    device: torch.device,
+    max_tokens: int,
+    *,
+    is_checked: bool = True,
+) -> LoadedModel:
+    """Random weights behind the kernels for CUDA, which run the check of a start if it `is_checked`."""
     read_description(config.model_folder, shape)
     described = ModelDescription.read(config.model_folder)
     assert described.spec is not None
-    kernels = kernels_for(config, device, DTYPE, described.layer_shape(world_size=1))
+    layers = described.layer_shape(world_size=1)
+    kernels = kernels_for(config, device, DTYPE, layers, is_checked=is_checked)
     torch.manual_seed(0)
     group = ProcessGroup.single()
     loader = LayerLoader(
@@ -278,10 +286,17 @@ class Opened:
 
 
 @contextmanager
-def opened(shape: Shape, scale: Scale, device: torch.device, flags: Items[str]) -> Iterator[Opened]:
-    """Random weights of `shape` for the length of the block."""
+def opened(
+    shape: Shape,
+    scale: Scale,
+    device: torch.device,
+    flags: Items[str],
+    *,
+    is_checked: bool = True,
+) -> Iterator[Opened]:
+    """Random weights of `shape` for the length of the block; see `load`."""
     with tempfile.TemporaryDirectory() as folder:
         config = ShardConfig.from_args([*flags, folder])
-        loaded = load(shape, config, device, scale.max_tokens)
+        loaded = load(shape, config, device, scale.max_tokens, is_checked=is_checked)
         print(f"weights made, {loaded.kernels.name} kernels", flush=True)
         yield Opened(loaded, config, scale)

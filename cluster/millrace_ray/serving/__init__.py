@@ -2,4 +2,5 @@
 
 Entry point: `application.build`. A `Replica` starts a launcher and registers its address with the `Directory`;
 the directory has a `NodeProxy` on each node, which runs HAProxy and keeps its list of servers equal to the directory's.
+Imports: child, host.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import shutil
 import socket
 import tempfile
@@ -11,14 +12,41 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from millrace_launcher.config import HostVariables
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.host.leftovers import clear_socket
 from millrace_launcher.logs import log
+from millrace_proto.listening import bound
 
 
 def socket_paths(prefix: str, num_shard: int) -> list[Path]:
     """The paths of the shards' sockets by rank."""
     return [Path(f"{prefix}-{rank}") for rank in range(num_shard)]
+
+
+LONGEST_FOLDER_BYTES = 70
+"""The path of a socket has at most 107 bytes."""
+LINGERING = Path("/var/lib/systemd/linger")
+"""Has a file for each user whose processes and runtime folder outlive a session."""
+
+
+def socket_prefix(variables: HostVariables, fallback: str, *, lingering: Path = LINGERING) -> str:
+    """The prefix of sockets without a flag: in a private folder that lasts as long as this process, or `fallback`.
+
+    Programs that clean `/tmp` remove sockets there. The runtime folder of a user who does not linger is removed at the
+    end of the last session, although a server in the background goes on.
+    """
+    service, _, _ = (variables.runtime_directory or "").partition(":")
+    session = None
+    # The user of a container may be without a name.
+    with suppress(KeyError):
+        if (lingering / pwd.getpwuid(os.getuid()).pw_name).exists():
+            session = variables.xdg_runtime_dir
+    for folder in filter(None, (service, session)):
+        is_short = len(os.fsencode(folder)) <= LONGEST_FOLDER_BYTES
+        if is_short and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK):
+            return f"{folder}/{Path(fallback).name}"
+    return fallback
 
 
 @contextmanager
@@ -121,13 +149,10 @@ def _names(path: Path, descriptor: int) -> bool:
     return False
 
 
-def refuse_busy_port(hostname: str, port: int, flag: str = "--port") -> None:
-    """Raise ArgumentValidation if a program could not listen there; `flag` chooses the place."""
+def claimed_address(hostname: str, port: int, flag: str = "--port") -> socket.socket:
+    """Bind an address without listening; raises ArgumentValidation, which names the `flag` that chooses another."""
     try:
-        family, kind, *_, place = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+        return bound(hostname, port)
     except OSError as error:
         raise ArgumentValidation(
             f"cannot listen on {hostname} port {port} ({error.strerror}); choose another {flag}"

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from millrace_launcher.config import HostVariables
 from millrace_launcher.errors import ArgumentValidation, NotEnoughCUDADevices
+from millrace_proto.gpus import query_gpus, shown_gpus
 
-QUERY_SECONDS = 30
+REPORT_SECONDS = 120
+"""Time for a child to import torch from a cold disk, and to ask the driver."""
 
 
-def query_gpus(column: str) -> list[str]:
-    """One column of `nvidia-smi` by GPU, such as `uuid` or `name`; empty without a driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-gpu={column}", "--format=csv,noheader"]
+@dataclass(frozen=True, slots=True)
+class UsableGpus:
+    """The GPUs of this host that a shard can use."""
+
+    names: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why a shard can use none of the GPUs that the host shows."""
+
+
+def usable_gpus(shard: Sequence[str], *, plain: bool) -> UsableGpus:
+    """What the program of a shard says of the GPUs that the host shows; `plain`: without custom kernels.
+
+    Only a shard has torch, which knows the driver, parts of GPUs, and the GPUs that variables hide.
+    """
+    if not shown_gpus():
+        return UsableGpus()
+    command = [*shard, "gpus", *(["--disable-custom-kernels"] if plain else [])]
     try:
         done = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
+            command, capture_output=True, text=True, timeout=REPORT_SECONDS, check=True
         )
-    except (subprocess.SubprocessError, OSError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        fields = json.loads(done.stdout.splitlines()[-1])
+        return UsableGpus(tuple(fields["names"]), fields["problem"])
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.strip().splitlines()[-1:] or ["no message"]
+        return UsableGpus(problem=f"a shard cannot look for GPUs: {last[0]}")
+    except (subprocess.TimeoutExpired, OSError, ValueError, LookupError) as error:
+        return UsableGpus(problem=f"a shard cannot look for GPUs: {error}")
 
 
 def visible_devices(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
 INTEL_OPENMP = "libiomp5.so"
 
 
@@ -49,24 +47,6 @@ def plan_threads(
     if requested is not None:
         kept["OMP_NUM_THREADS"] = str(requested)
     return ThreadPlan(threads, kept)
-
-
-def usable_cores(*, cgroup: Path = CGROUP) -> int:
-    """Cores of this process by affinity and by the container's quota, at least 1."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _cgroup_cores(cgroup)
-    return cores if quota is None else min(cores, max(1, quota))
-
-
-def _cgroup_cores(cgroup: Path) -> int | None:
-    """Whole cores in the quota of cgroups 2 or 1; no quota is `max` or -1."""
-    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            quota, period = " ".join((cgroup / name).read_text() for name in files).split()
-        except (OSError, ValueError):
-            continue
-        return int(quota) // int(period) if quota.isdecimal() else None
-    return None
 
 
 def find_intel_openmp() -> Path | None:

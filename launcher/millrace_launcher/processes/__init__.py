@@ -1,5 +1,5 @@
 """Children of the launcher: their start, output and end, and a guard that survives the launcher.
 
 Entry point: `children.Children`.
-May import: settings, host, logs, config, errors.
+Imports: host, logs, settings.
 """

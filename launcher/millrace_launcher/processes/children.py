@@ -11,7 +11,7 @@ from typing import Any
 from millrace_launcher.host.leftovers import remove_registration
 from millrace_launcher.logs import log, relay
 from millrace_launcher.processes.guard import DONE, GONE
-from millrace_launcher.processes.process import ManagedProcess
+from millrace_launcher.processes.process import ManagedProcess, SpawnedProcess
 from millrace_launcher.settings.commands import Command
 
 
@@ -58,15 +58,16 @@ class Children:
         self, command: Command, takes_line: Callable[[str], bool] | None = None
     ) -> ManagedProcess:
         """Run a command; its stdout is logged, except lines that `takes_line` takes."""
-        process = await ManagedProcess.start(
-            command,
-            takes_line=takes_line,
-            # Stderr is logged at debug level, and in full after the child's death.
-            on_error_line=lambda line: relay(line, source=command.name, plain_level=logging.DEBUG),
+        process = await SpawnedProcess.start(
+            command, takes_line=takes_line, on_error_line=error_log(command.name)
         )
+        self.adopt(process)
+        return process
+
+    def adopt(self, process: ManagedProcess) -> None:
+        """Let the guard kill `process` with the others, and wait for its end before the guard is dismissed."""
         self._notify_guard(str(process.pid))
         self._alive[process] = asyncio.create_task(self._watch(process))
-        return process
 
     def kill(self) -> None:
         for process in self._alive:
@@ -85,14 +86,20 @@ class Children:
                 await self._guard.wait()
 
     async def _watch(self, process: ManagedProcess) -> None:
+        pid = process.pid
         await process.wait()
-        remove_registration(process.pid)
-        self._notify_guard(f"{GONE}{process.pid}")
+        remove_registration(pid)
+        self._notify_guard(f"{GONE}{pid}")
         del self._alive[process]
 
     def _notify_guard(self, line: str) -> None:
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.write(f"{line}\n".encode())
+
+
+def error_log(name: str) -> Callable[[str], None]:
+    """Logs lines of stderr at debug level; after the child's death they are logged in full."""
+    return lambda line: relay(line, source=name, plain_level=logging.DEBUG)
 
 
 def explain(process: ManagedProcess, what: str) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
@@ -57,7 +58,7 @@ TAIL_LINES = 50
 DRAIN_SECONDS = 2.0
 
 
-class ManagedProcess:
+class ManagedProcess(ABC):
     """A child in its own process group, so that a terminal's Ctrl-C reaches only the launcher.
 
     It stays in the launcher's session, because Linux may schedule sessions as groups (`sched_autogroup`): a waking
@@ -67,65 +68,41 @@ class ManagedProcess:
     def __init__(
         self,
         name: str,
-        transport: asyncio.SubprocessTransport,
-        protocol: _Protocol,
-        *,
-        lines: ChildLines,
-        on_line: Callable[[str], None],
-        on_error_line: Callable[[str], None],
-    ) -> None:
-        self.name = name
-        self.lines = lines
-        self.pid = transport.get_pid()
-        self._transport = transport
-        self._exited = protocol.exited
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        assert protocol.stdout is not None
-        assert protocol.stderr is not None
-        self._pumps = (
-            asyncio.create_task(_pump(protocol.stdout, on_line)),
-            asyncio.create_task(_pump(protocol.stderr, self._tail.append, on_error_line)),
-        )
-        self._finished = asyncio.create_task(self._finish())
-
-    @classmethod
-    async def start(
-        cls,
-        command: Command,
+        stdout: asyncio.StreamReader,
+        stderr: asyncio.StreamReader,
         *,
         takes_line: Callable[[str], bool] | None = None,
         on_error_line: Callable[[str], None],
-    ) -> ManagedProcess:
-        """Run a command. A line of stdout is logged unless `takes_line` takes it; lines come without their newline."""
-        lines = ChildLines(command.name)
+    ) -> None:
+        """A line of stdout is logged unless `takes_line` takes it; lines come without their newline."""
+        self.name = name
+        self.lines = lines = ChildLines(name)
+        self.serves = asyncio.Event()
+        """Set once it serves, if it reports that itself."""
+        self._exited = asyncio.Event()
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
         def heard(line: str) -> None:
             if takes_line is None or not takes_line(line):
                 lines.add(line)
 
-        loop = asyncio.get_running_loop()
-        transport, protocol = await loop.subprocess_exec(
-            lambda: _Protocol(loop),
-            sys.executable,
-            "-m",
-            "millrace_launcher.processes.child",
-            str(os.getpid()),
-            *command.argv,
-            env=dict(command.environment),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            process_group=0,
-            pass_fds=command.inherited,
+        self._pumps = (
+            asyncio.create_task(_pump(stdout, heard)),
+            asyncio.create_task(_pump(stderr, self._tail.append, on_error_line)),
         )
-        return cls(
-            command.name,
-            transport,
-            protocol,
-            lines=lines,
-            on_line=heard,
-            on_error_line=on_error_line,
-        )
+        self._finished = asyncio.create_task(self._finish())
+
+    @property
+    @abstractmethod
+    def pid(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """Negative for a signal, None while it runs."""
+
+    @abstractmethod
+    def _signal(self, number: signal.Signals) -> None: ...
 
     @property
     def is_running(self) -> bool:
@@ -140,11 +117,6 @@ class ManagedProcess:
             known = -code in list(signal.Signals)
             return f"killed by signal {signal.Signals(-code).name if known else -code}"
         return f"exit code {code}"
-
-    @property
-    def exit_code(self) -> int | None:
-        """Negative for a signal, None while it runs."""
-        return self._transport.get_returncode()
 
     @property
     def stderr_tail(self) -> list[str]:
@@ -176,20 +148,85 @@ class ManagedProcess:
 
     def kill(self) -> None:
         if self.is_running:
-            _kill_group(self.pid)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._transport.send_signal(number)
+            kill_group(self.pid)
 
     async def _finish(self) -> int:
         await self._exited.wait()
         _, unfinished = await asyncio.wait(self._pumps, timeout=DRAIN_SECONDS)
         for pump in unfinished:
             pump.cancel()
-        self._transport.close()
         code = self.exit_code
         assert code is not None
+        return code
+
+
+class SpawnedProcess(ManagedProcess):
+    """A process that the launcher has started itself."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: asyncio.SubprocessTransport,
+        protocol: _Protocol,
+        *,
+        takes_line: Callable[[str], bool] | None,
+        on_error_line: Callable[[str], None],
+    ) -> None:
+        assert protocol.stdout is not None
+        assert protocol.stderr is not None
+        self._transport = transport
+        super().__init__(
+            name,
+            protocol.stdout,
+            protocol.stderr,
+            takes_line=takes_line,
+            on_error_line=on_error_line,
+        )
+        self._exited = protocol.exited
+
+    @classmethod
+    async def start(
+        cls,
+        command: Command,
+        *,
+        takes_line: Callable[[str], bool] | None = None,
+        on_error_line: Callable[[str], None],
+    ) -> SpawnedProcess:
+        """Run a command, whose lines are used as in `ManagedProcess`."""
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: _Protocol(loop),
+            sys.executable,
+            "-m",
+            "millrace_launcher.processes.child",
+            str(os.getpid()),
+            *command.argv,
+            env=dict(command.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            process_group=0,
+            pass_fds=command.inherited,
+        )
+        return cls(
+            command.name, transport, protocol, takes_line=takes_line, on_error_line=on_error_line
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._transport.get_pid()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._transport.get_returncode()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._transport.send_signal(number)
+
+    async def _finish(self) -> int:
+        code = await super()._finish()
+        self._transport.close()
         return code
 
 
@@ -208,12 +245,12 @@ class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
 
     def process_exited(self) -> None:
         """Kill its descendants, then report its end."""
-        _kill_group(self._pid)
+        kill_group(self._pid)
         super().process_exited()
         self.exited.set()
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

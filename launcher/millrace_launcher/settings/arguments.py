@@ -6,10 +6,11 @@ import argparse
 import difflib
 import ipaddress
 import os
+import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -141,7 +142,7 @@ def _description(program: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors name the most similar flag."""
+    """An argument parser whose errors name every unknown flag, each with what to do instead."""
 
     def __init__(self, flags: Sequence[Flag], program: str, description: str) -> None:
         model = "[--model-id MODEL]" if program.startswith(PROGRAM) else "[MODEL]"
@@ -169,9 +170,13 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> dict[str, str | list[str]]:
         """Parse to unchecked values by field name."""
-        known, unknown = self.parse_known_args(argv)
-        if unknown:
-            self.error(self._unexpected(unknown[0]))
+        # A second dash keeps argparse from reading -hf as -h, and -p8 is -p 8.
+        long = {f"-{word}": word for word in argv if LETTERS.fullmatch(word)}
+        words = [f"-{word}" if f"-{word}" in long else word for word in argv]
+        known, unknown = self.parse_known_args(words)
+        problems = [self._unexpected(long.get(word, word)) for word in _without_values(unknown)]
+        if problems:
+            self.error("\n\nerror: ".join(dict.fromkeys(problems)))
         return dict(vars(known))
 
     def error(self, message: str) -> NoReturn:
@@ -185,9 +190,31 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument '{name}' found\n\n  tip: {known}"
         if not name.startswith("-"):
             return f"unexpected argument '{argument}' found\n\n  tip: a model is given by '--model-id {argument}'"
-        near = difflib.get_close_matches(name, self._options, n=1)
-        tip = f"\n\n  tip: a similar argument exists: '{near[0]}'" if near else ""
+        near = self._similar(name.lstrip("-").replace("_", "-").lower())
+        tip = f"\n\n  tip: a similar argument exists: '{near}'" if near else ""
         return f"unexpected argument '{name}' found{tip}"
+
+    def _similar(self, name: str) -> str | None:
+        """The flag that is a misspelling away: one edit from 4 letters on, two from 8 on."""
+        edits = sum(len(name) >= letters for letters in (4, 8))
+        names = {option.lstrip("-"): option for option in self._options}
+        cutoff = 1 - edits / max(len(name), 1)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+        return names[near[0]] if near else None
+
+
+LETTERS = re.compile(r"-[a-z]{2,}")
+"""Short flags of llama.cpp, which has some of several letters."""
+
+
+def _without_values(unknown: Sequence[str]) -> Iterator[str]:
+    """Unknown flags and stray words, without the words behind a flag, which are its values."""
+    is_behind_flag = False
+    for word in unknown:
+        is_flag = word.startswith("-") and not word[1:2].isdigit()
+        if is_flag or not is_behind_flag:
+            yield word
+        is_behind_flag = (is_flag and "=" not in word) or (is_behind_flag and not is_flag)
 
 
 def read_settings(

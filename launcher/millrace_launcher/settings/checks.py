@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
@@ -21,7 +22,7 @@ WITHOUT_EFFECT = {
     "prometheus_port": "metrics are served on --port",
     "ngrok_authtoken": "it is used with --ngrok only",
     "ngrok_edge": "it is used with --ngrok only",
-    "max_image_fetch_size": "no images are fetched; requests with one are refused",
+    "max_image_fetch_size": "--max-image-bytes limits images, whether they are fetched or sent",
     "max_cpu_loras": "--adapter-cache-size bounds the copies of adapters that are kept",
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
     "waiting_served_ratio": "prompts are computed in chunks, so running answers never wait for them",
@@ -30,6 +31,7 @@ WITHOUT_EFFECT = {
 }
 WITHOUT_EFFECT_ON_CPU = {
     "cuda_graphs": "the model runs on CPU; there is nothing to capture",
+    "disable_operators": "the model runs on CPU, which takes none of them",
     "cuda_memory_fraction": "the model runs on CPU; --kv-memory bounds the KV cache",
     "one_shot_all_reduce": "the model runs on CPU; there is no memory of GPUs to share",
 }
@@ -109,6 +111,33 @@ def check(settings: Settings) -> None:
     if router.port == 0:
         raise ArgumentValidation("`port` must be > 0")
     check_elsewhere(settings)
+    _check_files(settings)
+
+
+FILES = (*("tokenizer_config_path", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),)
+FOLDERS = ("adapter_root", "weights_cache_override")
+
+
+def _check_files(settings: Settings) -> None:
+    """Raise ArgumentValidation for a file or folder that is missing: the router would notice after the weights."""
+    for name in (*FILES, *FOLDERS):
+        path: Path | None = getattr(settings.router, name, None) or getattr(
+            settings.launcher, name, None
+        )
+        if path is None:
+            continue
+        path, kind = path.expanduser(), "file" if name in FILES else "folder"
+        if not path.exists():
+            raise ArgumentValidation(f"`{name}`: there is no {kind} {path}")
+        if path.is_dir() != (kind == "folder"):
+            raise ArgumentValidation(f"`{name}`: {path} is not a {kind}")
+        if not os.access(path, os.R_OK):
+            raise ArgumentValidation(f"`{name}`: {path} cannot be read")
+    for adapter in settings.router.registered_adapters:
+        if adapter.path.startswith(("/", "./", "../", "~")):
+            folder = Path(adapter.path).expanduser()
+            if not folder.is_dir():
+                raise ArgumentValidation(f"adapter {adapter.name}: {folder} is not a folder")
 
 
 def notices(

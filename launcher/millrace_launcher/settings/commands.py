@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic_settings import BaseSettings
 
@@ -16,6 +17,7 @@ from millrace_launcher.host.threads import ThreadPlan
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.flags import OWNERS, SECRETS
 from millrace_proto.flags import as_options
+from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 
 
@@ -25,13 +27,24 @@ class ModelFolders:
 
     model: Path
     draft: Path | None = None
-    """The folder of a draft model or of Medusa heads."""
+    """The folder of a draft model or of heads, or `mtp`."""
 
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 BAR_SECONDS = 0.5
 PLACE_SECONDS = 60.0
 """Time for a cluster to place the shards at first."""
+GUARD_VARIABLES = (
+    "PATH",
+    "PYTHON",
+    "LD_",
+    "DYLD_",
+    "VIRTUAL_ENV",
+    "LANG",
+    "LC_",
+    "HOME",
+    "COVERAGE_",
+)
 # The hub's client and the download read these variables, which have names of flags.
 KEPT_VARIABLES = frozenset({"HUGGINGFACE_HUB_CACHE", "WEIGHTS_CACHE_OVERRIDE"})
 
@@ -110,16 +123,23 @@ class Commands:
         argv = (*program, self.model_id, "--json-output", *options)
         return Command("download", argv, self._environment())
 
-    def shard(self, rank: int, folder: Path, draft: Path | None = None) -> Command:
-        """The command of one rank of the tensor-parallel group; `draft` is the folder of the draft model."""
-        config = self._shard_config(rank, draft)
+    def shard(
+        self, rank: int, folder: Path, draft: Path | None = None, launcher_fd: int | None = None
+    ) -> Command:
+        """The command of one rank of the tensor-parallel group; `draft` is what drafts: a folder or `mtp`.
+
+        With `launcher_fd`, which it inherits, it forks the rank at requests on this socket.
+        """
+        config = self._shard_config(rank, draft).model_copy(update={"launcher_fd": launcher_fd})
         argv = (
             *self.programs.shard,
-            "serve",
+            "serve" if launcher_fd is None else "fork-server",
             *options(config, leave_out={"model_folder"}),
             str(folder),
         )
-        return Command(f"shard-{rank}", argv, self._environment() | dict(self.threads.environment))
+        environment = self._environment() | dict(self.threads.environment)
+        inherited = () if launcher_fd is None else (launcher_fd,)
+        return Command(f"shard-{rank}", argv, environment, inherited)
 
     def _shard_config(self, rank: int, draft: Path | None) -> ShardConfig:
         router = self.settings.router
@@ -134,6 +154,7 @@ class Commands:
                 "rank": rank,
                 "world_size": self.world_size or self.num_shard,
                 "draft_model": None if draft is None else str(draft),
+                "speculator": None,
                 "enable_lora": self.settings.has_adapters,
                 "adapter_cache": self._adapter_cache(),
                 "cpu_threads": self.threads.threads,
@@ -174,12 +195,29 @@ class Commands:
         return Command("cluster", program, self._environment())
 
     def router(
-        self, folder: Path, supervisor_fd: int | None = None, placed: Placed | None = None
+        self,
+        folder: Path,
+        descriptors: Mapping[str, int] = MappingProxyType({}),
+        placed: Placed | None = None,
+        *,
+        is_successor: bool = False,
     ) -> Command:
-        """The command of the HTTP server, which inherits `supervisor_fd`; `placed`: where a cluster has the shards."""
+        """The command of the HTTP server, which inherits `descriptors`, each by the name of its flag.
+
+        `placed`: where a cluster has the shards. With `is_successor` it replaces a router that serves.
+        """
+        config = self._router_config(folder, descriptors, placed)
+        config = config.model_copy(update={"is_successor": is_successor})
+        argv = (*self.programs.router, *options(config, leave_out=SECRETS))
+        inherited = tuple(descriptors.values())
+        return Command("router", argv, self._router_environment(config), inherited)
+
+    def _router_config(
+        self, folder: Path, descriptors: Mapping[str, int], placed: Placed | None
+    ) -> RouterConfig:
         launcher, router = self.settings.launcher, self.settings.router
         commit = COMMIT.search(folder.name)
-        config = router.model_copy(
+        return router.model_copy(
             update={
                 "model_folder": folder,
                 "model_id": self.model_name,
@@ -190,22 +228,24 @@ class Commands:
                 **({} if placed is None else placed.settings),
                 "max_input_tokens": router.max_input_tokens or launcher.max_input_length,
                 "trust_remote_code": self.settings.shard.trust_remote_code,
-                "supervisor_fd": supervisor_fd,
+                **descriptors,
                 "adapter_cache": self._adapter_cache(),
                 "json_output": True,
                 "log_level": launcher.log_level,
             }
         )
+
+    def _router_environment(self, config: RouterConfig) -> Mapping[str, str]:
         environment = self._environment()
         for name in SECRETS:
             value = getattr(config, name)
             if value is not None:
                 environment[name.upper()] = value
+        # The start of a router would look for them in all installed packages.
+        environment.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
         if self.compute_type is not None:
             environment.setdefault("COMPUTE_TYPE", self.compute_type)
-        argv = (*self.programs.router, *options(config, leave_out=SECRETS))
-        inherited = () if supervisor_fd is None else (supervisor_fd,)
-        return Command("router", argv, environment, inherited)
+        return environment
 
     def guard(self) -> Command:
         """The command of the guard, which removes the sockets after the launcher's end."""
@@ -215,7 +255,11 @@ class Commands:
             "millrace_launcher.processes.guard",
             *map(str, self.socket_paths()),
         )
-        return Command("guard", argv, dict(self.environ))
+        # Only what starts Python: the guard lives as long as the launcher, and needs no key.
+        environment = {
+            name: value for name, value in self.environ.items() if name.startswith(GUARD_VARIABLES)
+        }
+        return Command("guard", argv, environment)
 
     def socket_paths(self) -> list[Path]:
         """The paths of the shards' sockets by rank; none where they are elsewhere, or listen at addresses."""

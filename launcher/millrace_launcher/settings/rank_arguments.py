@@ -86,7 +86,7 @@ def read_rank_settings(
 def prepare_ranks(settings: Settings, rank: RankConfig, programs: Programs) -> Commands:
     """Check the settings and choose devices and threads. Raises LaunchError."""
     launcher, shard = settings.launcher, settings.shard
-    plan = plan_for(settings, HostVariables(), num_shard=None)
+    plan = plan_for(settings, HostVariables(), programs, num_shard=None)
     addresses = _addresses(shard, plan.num_shard)
     last = rank.first_rank + plan.num_shard - 1
     if last >= shard.world_size:

@@ -28,6 +28,15 @@ class Control:
         self._is_broken = False
         asyncio.get_running_loop().add_reader(self._ours, self._read)
 
+    def shards_ready(self, life: int | None = None, *, trusts_kv: bool = False) -> None:
+        """Report that all shards serve, for the first time in the life of this router or again.
+
+        `life` is the number of their start. With `trusts_kv` nothing is wrong with the KV that the router before has
+        left in them.
+        """
+        trust = {"trusts_kv": True} if trusts_kv else {}
+        self._write({"event": "ready", "life": life, **trust})
+
     def restarting(self, reason: str, *, planned: bool) -> None:
         """Report that the shards are about to go down, or are down."""
         self._write({"event": "restarting", "planned": planned, "reason": reason[:LONGEST_REASON]})
@@ -40,17 +49,30 @@ class Control:
         """Report that the shards will not be restarted."""
         self._write({"event": "gave_up", "reason": reason[:LONGEST_REASON]})
 
+    def release(self) -> None:
+        """Have the router release the shards for another one, which is ready for them."""
+        self._write({"event": "release"})
+
+    def stay(self) -> None:
+        """Have the router take the shards back: the other one is gone."""
+        self._write({"event": "stay"})
+
+    def relay(self, sockets: Sequence[socket.socket], *, is_old: bool) -> None:
+        """Give the router one end of the sockets between the old router and the next one."""
+        self._write({"event": "relay", "is_old": is_old}, sockets)
+
     def close(self) -> None:
         self.theirs.close()
         if self._ours.fileno() != -1:
             asyncio.get_running_loop().remove_reader(self._ours)
             self._ours.close()
 
-    def _write(self, event: Mapping[str, Any]) -> None:
+    def _write(self, event: Mapping[str, Any], sockets: Sequence[socket.socket] = ()) -> None:
         # An incomplete line must not merge with this one.
         line = b"\n" * self._is_broken + json.dumps(event).encode() + b"\n"
         try:
-            sent = self._ours.send(line)
+            descriptors = [each.fileno() for each in sockets]
+            sent = socket.send_fds(self._ours, [line], descriptors)
         except OSError as error:
             log.debug("event %s was not sent to the router: %s", event["event"], error)
         else:

@@ -24,8 +24,12 @@ class RemoteShards:
     def __init__(self, max_restarts: int) -> None:
         self.breaker = Breaker(max_restarts)
 
+    async def started(self) -> None:
+        """The router may start."""
+        await self.ready()
+
     async def ready(self) -> None:
-        """The router may start: it waits for the ranks itself."""
+        """The router may connect: it waits for the ranks itself."""
 
     async def death(self) -> None:
         """Their deaths are not seen from here."""
@@ -50,20 +54,17 @@ class RemoteShards:
 
 KEY = "cluster"
 """Marks the lines that say where the shards are."""
-LIFE = 1
 GRACE_SECONDS = 10.0
 
 
-class ClusterShards:
-    """Has the methods of `Shards`. The router ends hanging ranks itself; a cluster that ends takes them with it."""
-
-    life = LIFE
+class ClusterShards(RemoteShards):
+    """Has a cluster place the ranks. The router ends hanging ranks itself; a cluster that ends takes them with it."""
 
     def __init__(
         self, commands: Commands, children: Children, moved: Callable[[Placed], None]
     ) -> None:
         """`moved` receives the shards' addresses whenever they change."""
-        self.breaker = Breaker(commands.settings.launcher.max_restarts)
+        super().__init__(commands.settings.launcher.max_restarts)
         self.placed: Placed | None = None
         self._commands = commands
         self._children = children
@@ -74,14 +75,6 @@ class ClusterShards:
     async def ready(self) -> None:
         """Return once all shards are placed; the router waits for them to load."""
         await self._ready.wait()
-
-    async def death(self) -> None:
-        """Their deaths are seen by the router."""
-        await asyncio.Event().wait()
-
-    def restart(self, reason: str) -> None:
-        """The router ends them itself."""
-        log.debug("The router has the shards restarted: %s", reason)
 
     def restart_as_planned(self) -> None:
         """Not offered: the ranks' own supervisors are on other hosts."""

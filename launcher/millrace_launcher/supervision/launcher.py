@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
+import time
 
 from millrace_launcher.banner import closing_banner
 from millrace_launcher.errors import ShardCrashLoop
-from millrace_launcher.host.claims import refuse_busy_port
-from millrace_launcher.logs import log
+from millrace_launcher.logs import log, show
 from millrace_launcher.processes.children import Children, cancel, first
 from millrace_launcher.settings.commands import Commands
 from millrace_launcher.supervision.download import resolve_model
@@ -19,7 +18,6 @@ from millrace_launcher.supervision.elsewhere import ClusterShards, RemoteShards
 from millrace_launcher.supervision.restarts import Stop
 from millrace_launcher.supervision.shards import Shards
 from millrace_launcher.supervision.webserver import Webserver
-from millrace_router.config import listen_address
 
 # After the grace, the router ends running requests and has 5 s to send its last answers.
 EXIT_MARGIN_SECONDS = 10.0
@@ -41,6 +39,7 @@ class Launcher:
         self._grace = router.drain_delay + router.graceful_termination_timeout + EXIT_MARGIN_SECONDS
         self._stop = Stop(self._children)
         self._is_announced = False
+        self._began = time.monotonic()
         self._had_terminal = has_terminal()
 
     def _new_shards(self) -> Shards | RemoteShards | ClusterShards:
@@ -49,12 +48,16 @@ class Launcher:
             return ClusterShards(self._commands, self._children, self._webserver.moved)
         if launcher.remote_shards:
             return RemoteShards(launcher.max_restarts)
-        return Shards(self._commands, self._children, self._webserver.restarting)
+        return Shards(
+            self._commands, self._children, self._webserver.restarting, self._webserver.serving
+        )
 
     async def run(self) -> None:
         """Serve until a signal. Raises LaunchError for any other end."""
         self._stop.listen()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hang_up)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
+        loop.add_signal_handler(signal.SIGUSR2, self._webserver.hand_over)
         try:
             await first(self._serve(), self._stop.wait())
         except ShardCrashLoop as error:
@@ -75,15 +78,14 @@ class Launcher:
             log.info("SIGHUP received, but nothing is served yet")
 
     async def _serve(self) -> None:
-        router = self._settings.router
-        refuse_busy_port(listen_address(router.hostname), router.port)
+        self._webserver.bind()
         folders = await resolve_model(self._commands, self._children)
         await self._children.guard(self._commands.guard())
-        webserver = self._webserver.run(folders.model, self._shards)
-        await first(self._shards.run(folders), webserver)
+        await first(self._shards.run(folders), self._webserver.run(folders.model, self._shards))
 
     def _announce(self, base: str) -> None:
         self._is_announced = True
+        log.info("Ready in %.1f s", time.monotonic() - self._began)
         model = self._commands.model_name
         if self._settings.launcher.json_output:
             fields = {"url": base, "metrics_url": f"{base}/metrics"}
@@ -91,8 +93,7 @@ class Launcher:
             return
         router = self._settings.router
         needs_key = router.api_key is not None or router.api_key_file is not None
-        sys.stdout.write(closing_banner(base, model=model, needs_key=needs_key))
-        sys.stdout.flush()
+        show(closing_banner(base, model=model, needs_key=needs_key))
 
     async def _give_up(self, reason: str) -> None:
         """Give the router time to report to its clients."""

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace_launcher.logs import log
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 ASK_SECONDS = 5.0
 SAY_SECONDS = 10.0
 # The socket appears after loading; gRPC's own pauses between attempts grow to minutes.
@@ -32,6 +32,9 @@ async def shard_ready(socket_path: Path) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def ask() -> bool:
+            # A channel that has found nothing waits before it connects again.
+            if not socket_path.exists():  # noqa: ASYNC240
+                return False
             try:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ASK_SECONDS)
             except grpc.aio.AioRpcError:

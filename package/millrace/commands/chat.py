@@ -7,11 +7,14 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 from millrace.chat import Conversation, Screen, Session
 from millrace.commands.parser import Parser, positive, split
 from millrace.errors import MillraceError
 from millrace.http.client import Client, is_url
+from millrace.images import image_part
 from millrace.server import serving
 
 PROGRAM = "millrace chat"
@@ -52,8 +55,16 @@ def _chat(given: argparse.Namespace, flags: Sequence[str]) -> int:
         conversation = Conversation(
             system=given.system,
             parameters={name: value for name, value in parameters.items() if value is not None},
+            images=given.image,
         )
         return Session(client, conversation, screen).run(runner)
+
+
+def _image(path: str) -> dict[str, Any]:
+    try:
+        return image_part(Path(path))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
 
 
 def _parser() -> Parser:
@@ -65,6 +76,14 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("target", nargs="?", metavar="URL | MODEL", help="the demo model when absent")
+    add(
+        "--image",
+        action="append",
+        default=[],
+        type=_image,
+        metavar="FILE",
+        help="an image of the first message; may be repeated",
+    )
     add("--system", metavar="TEXT", help="the system message")
     add("--model", metavar="NAME", help="model or adapter of the server; the first when absent")
     add("--max-tokens", type=positive, metavar="N", help="longest answer, in tokens")

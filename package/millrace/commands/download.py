@@ -41,7 +41,7 @@ def _parser() -> Parser:
         description="Downloads what `millrace serve MODEL` needs, and prints the model's folder.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a name on the hub, a folder, a GGUF file or smollm2")
+    add("model", metavar="MODEL", help="hub name, ORG/REPO:TYPE, folder, GGUF file or smollm2")
     add("--revision", metavar="NAME", help="branch, tag or commit of the model on the hub")
     add("--draft-model", metavar="MODEL", help="a draft model, which is downloaded as well")
     add("--tokenizer-name", metavar="MODEL", help="with a GGUF file, whose tokenizer is used")

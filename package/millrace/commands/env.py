@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from millrace.commands.parser import Parser
-from millrace_launcher.host.devices import query_gpus
 from millrace_launcher.host.runtime import output_of, version_of
-from millrace_launcher.host.threads import find_intel_openmp, usable_cores
+from millrace_launcher.host.threads import find_intel_openmp
+from millrace_proto.cores import usable_cores
+from millrace_proto.gpus import query_gpus
 from millrace_proto.version import VERSION
 
 PROGRAM = "millrace env"
@@ -107,7 +108,7 @@ def torch_facts() -> Iterator[tuple[str, str]]:
         return
     import torch  # noqa: PLC0415
 
-    from millrace_shard.kernels.build import BuildError, Toolchain  # noqa: PLC0415
+    from millrace_shard.kernels import build  # noqa: PLC0415
 
     yield (
         "torch on CPU",
@@ -118,12 +119,15 @@ def torch_facts() -> Iterator[tuple[str, str]]:
         f"{torch.version.cuda or 'not built in'}, {torch.cuda.device_count()} device(s)",
     )
     try:
-        has_compiler = Toolchain.find().compiler is not None
-        yield (
-            "CPU kernels",
-            "compiled" if has_compiler else "a library built before, else plain torch",
-        )
-    except BuildError as error:
+        best = build.toolchains()[0]
+        if build.packaged_library(best):
+            source = "in this package"
+        elif best.compiler:
+            source = "compiled once"
+        else:
+            source = "compiled before, else plain torch"
+        yield "CPU kernels", f"{best.name}, {source}"
+    except build.BuildError as error:
         yield "CPU kernels", f"plain torch: {error}"
     has_triton = find_spec("triton") is not None
     yield "CUDA kernels", "Triton" if has_triton and torch.cuda.is_available() else "none"

@@ -15,6 +15,7 @@ from millrace.commands.parser import Parser, positive, split
 from millrace.errors import MillraceError, OutputError
 from millrace.http.client import Client, is_url
 from millrace.server import serving
+from millrace_launcher.config import DEMO_NAME
 from millrace_launcher.logs import START_OF_LINE, bar
 
 PROGRAM = "millrace run-batch"
@@ -57,6 +58,11 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(words)
     if given.url is not None and flags:
         parser.error("flags after -- are for a server of this command's own, not for a URL")
+    if given.url is None and given.model is None:
+        parser.error(
+            "no server: name a running one by --url http://127.0.0.1:3000, or the model to start one for by --model;"
+            f" --model {DEMO_NAME} is the demo model"
+        )
     if given.url is not None and not is_url(given.url):
         parser.error(f"{given.url} must be an http:// or https:// address")
     try:
@@ -98,7 +104,7 @@ async def _run(given: argparse.Namespace, url: str, output: Output, total: int) 
 def _parser() -> Parser:
     parser = Parser(
         PROGRAM,
-        usage="IN OUT [--url URL | --model MODEL] [FLAG ...] [-- LAUNCHER_FLAG ...]",
+        usage="IN OUT (--url URL | --model MODEL) [FLAG ...] [-- LAUNCHER_FLAG ...]",
         description="Answers the requests of a file in the format of OpenAI's Batch API. Lines whose custom_id is in\n"
         "OUT already are left out, so that the same command goes on after an end.",
     )
@@ -118,7 +124,7 @@ def _parser() -> Parser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", metavar="URL", help="a running server of OpenAI's API")
     where.add_argument(
-        "--model", metavar="MODEL", help="serve this model; the demo model when absent"
+        "--model", metavar="MODEL", help=f"serve this model; {DEMO_NAME} is the demo model"
     )
     add(
         "--concurrency",

@@ -8,7 +8,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from millrace.errors import ConnectionFailed, RequestError
+from millrace.errors import ConnectionFailed, RequestError, no_server
 from millrace.http.sse import EventReader
 
 SILENCE_SECONDS = 600.0
@@ -119,7 +119,24 @@ class Client:
         return self._session
 
     def _broken(self, path: str, error: Exception) -> ConnectionFailed:
-        return ConnectionFailed(f"{self.base}{path}: {str(error) or type(error).__name__}")
+        reason = _no_server(self.base, error)
+        return ConnectionFailed(
+            reason or f"{self.base}{path}: {str(error) or type(error).__name__}"
+        )
+
+
+def _no_server(base: str, error: Exception) -> str | None:
+    """The sentence for a server that cannot be reached; None for any other failure."""
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            return f"the certificate of {base} is not trusted: {error.certificate_error}"
+        case aiohttp.ClientSSLError():
+            return f"{base} does not speak HTTPS: try an address that begins with http://"
+        case aiohttp.ClientConnectorDNSError():
+            return f"no server at {base}: the name {error.host} cannot be resolved"
+        case aiohttp.ClientConnectorError():
+            return no_server(base, error.os_error)
+    return None
 
 
 def refusal(status: int, body: bytes) -> RequestError:

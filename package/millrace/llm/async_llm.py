@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol, Self, TypeVar
 
 from millrace.http.client import is_url
+from millrace.images import with_image_urls
 from millrace.llm.outputs import (
     ChatOutput,
     ChatPiece,
@@ -170,7 +171,10 @@ class AsyncLLM:
     async def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **fields: object
     ) -> ChatOutput:
-        """Answer a chat; `fields` are further ones of OpenAI's body, such as `tools`."""
+        """Answer a chat; `fields` are further ones of OpenAI's body, such as `tools`.
+
+        A content's parts may be `{"type": "image", "image": …}` with a path, bytes or an image of Pillow.
+        """
         body = _chat_body(messages, params, fields)
         async with self._places.taken(_num_samples(body)):
             return ChatOutput(answer=await self._opened.chat(body))
@@ -263,4 +267,8 @@ def _prompts_of(prompts: Prompts) -> list[Prompt]:
 def _chat_body(
     messages: Sequence[Message], params: SamplingParams | None, fields: Mapping[str, object]
 ) -> dict[str, Any]:
-    return {**(params or DEFAULT_PARAMS).body(), **fields, "messages": list(messages)}
+    return {
+        **(params or DEFAULT_PARAMS).body(),
+        **fields,
+        "messages": with_image_urls(messages),
+    }

@@ -70,7 +70,9 @@ class LocalModel:
         self._claims = claims
         self._children = Children()
         self._control = Control(self._on_event)
-        self._shards = Shards(commands, self._children, self._control.restarting)
+        self._shards = Shards(
+            commands, self._children, self._control.restarting, self._control.shards_ready
+        )
         self._watch: asyncio.Task[None] | None = None
         self._running: Running | None = None
 
@@ -126,8 +128,10 @@ class LocalModel:
             await cancel([ready])
             self._watch.result()
         self._watch.add_done_callback(self._on_end_of_shards)
+        self._control.shards_ready()
         program = len(commands.programs.router)
-        argv: Sequence[str] = commands.router(folders.model, self._control.theirs.detach()).argv
+        descriptor = {"supervisor_fd": self._control.theirs.detach()}
+        argv: Sequence[str] = commands.router(folders.model, descriptor).argv
         self._running = await start(RouterConfig.from_args(argv[program:]))
 
     def _on_end_of_shards(self, watch: asyncio.Task[None]) -> None:

@@ -82,8 +82,8 @@ class Local:
         with _typed():
             request = self._read(body, ChatCompletionRequest)
             async with self._started_chat(request) as run:
-                renderer = chat_renderer(self._services, request)
-                texts = [reader(run.chat) for _ in run.generations]
+                renderer = chat_renderer(self._services, request, run.chat.names)
+                texts = [reader(run.chat, index) for index in range(len(run.generations))]
                 async for index, event in _events(run.generations):
                     for chunk in renderer.chunks(index, texts[index].push(event)):
                         yield cast("Mapping[str, Any]", chunk)

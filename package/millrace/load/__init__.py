@@ -1,4 +1,5 @@
 """The load generator: streams generations from a server and takes the time of each token.
 
-Entry points: `load.run_level`, `measurement.summarise`. May import: charts, http, errors.
+Entry points: `load.run_level`, `measurement.summarise`.
+Imports: charts, errors, http.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.errors import RequestError
@@ -27,7 +27,7 @@ def dialect_of(api: str, model: str, *, ignore_eos: bool) -> Dialect:
     """The requests and events of one of `APIS`; with `ignore_eos` answers have their full length where servers can."""
     extra: Mapping[str, Any] = {"ignore_eos": True} if ignore_eos else {}
     if api == GENERATE:
-        return _tgi(extra)
+        return replace(TGI, body=_tgi_body(extra), is_exact=False, usage=_tgi_usage)
     common = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **extra}
 
     def body(prompt: str, level: Level) -> dict[str, Any]:
@@ -66,21 +66,6 @@ def _check_any(_: dict[str, Any], num_pieces: int) -> None:
         raise BadStreamError("the answer is empty")
 
 
-def _tgi(extra: Mapping[str, Any]) -> Dialect:
-    def body(prompt: str, level: Level) -> dict[str, Any]:
-        parameters = {"max_new_tokens": level.new_tokens, "details": True, "do_sample": False}
-        return {"inputs": prompt, "parameters": {**parameters, **extra}}
-
-    return Dialect(
-        path=TGI.path,
-        body=body,
-        num_tokens=TGI.num_tokens,
-        check_end=TGI.check_end,
-        is_exact=False,
-        usage=_tgi_usage,
-    )
-
-
 def _tgi_usage(event: dict[str, Any]) -> Usage | None:
     details = event.get("details")
     return (details.get("input_length", 0), details["generated_tokens"]) if details else None
@@ -112,16 +97,12 @@ class Dialect:
     """Reads the server's own count of tokens from an event that has it."""
 
 
-def _tgi_body(prompt: str, level: Level) -> dict[str, Any]:
-    return {
-        "inputs": prompt,
-        "parameters": {
-            "max_new_tokens": level.new_tokens,
-            "ignore_eos": True,
-            "details": True,
-            "do_sample": False,
-        },
-    }
+def _tgi_body(extra: Mapping[str, Any]) -> Callable[[str, Level], dict[str, Any]]:
+    def body(prompt: str, level: Level) -> dict[str, Any]:
+        parameters = {"max_new_tokens": level.new_tokens, "details": True, "do_sample": False}
+        return {"inputs": prompt, "parameters": {**parameters, **extra}}
+
+    return body
 
 
 def _tgi_tokens(event: dict[str, Any], before: int) -> int:
@@ -141,64 +122,9 @@ def _tgi_end(last: dict[str, Any], num_tokens: int) -> None:
         )
 
 
-TGI = Dialect(path="/generate_stream", body=_tgi_body, num_tokens=_tgi_tokens, check_end=_tgi_end)
-
-
-def _openai_body(prompt: str, level: Level) -> dict[str, Any]:
-    return {
-        "model": "bench",
-        "prompt": prompt,
-        "max_tokens": level.new_tokens,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-
-
-def _openai_tokens(event: dict[str, Any], _: int) -> int:
-    return sum(len(choice["token_ids"] or ()) for choice in event["choices"])
-
-
-def _openai_end(last: dict[str, Any], num_tokens: int) -> None:
-    if not last or last["choices"][0]["finish_reason"] is None:
-        raise BadStreamError(f"the stream stopped after {num_tokens} tokens without an end")
-
-
-VLLM = Dialect(
-    path="/v1/completions", body=_openai_body, num_tokens=_openai_tokens, check_end=_openai_end
+TGI = Dialect(
+    path="/generate_stream",
+    body=_tgi_body({"ignore_eos": True}),
+    num_tokens=_tgi_tokens,
+    check_end=_tgi_end,
 )
-"""OpenAI's completions with vLLM's `return_token_ids`: an event may hold several tokens or none."""
-
-
-def _llama_body(prompt: str, level: Level) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "n_predict": level.new_tokens,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-        "cache_prompt": False,
-        "return_tokens": True,
-    }
-
-
-def _llama_tokens(event: dict[str, Any], _: int) -> int:
-    return len(event["tokens"])
-
-
-def _llama_end(last: dict[str, Any], num_tokens: int) -> None:
-    if not last.get("stop") or last["tokens_predicted"] != num_tokens:
-        raise BadStreamError(
-            f"got {num_tokens} tokens, the server says {last.get('tokens_predicted')}"
-        )
-
-
-LLAMA = Dialect(
-    path="/completion",
-    body=_llama_body,
-    num_tokens=_llama_tokens,
-    check_end=_llama_end,
-    keeps_connections=False,
-)
-"""llama.cpp's own route. Its server drops keep-alive connections, so each request opens one."""

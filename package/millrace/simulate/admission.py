@@ -68,7 +68,7 @@ class AdmissionControl:
     def ended(self, request: SimulatedRequest, *, num_cached: int) -> None:
         """Learn the length of an answer."""
         if self._predicts:
-            self.forecaster.finished(
+            self.forecaster.traffic.finished(
                 num_prompt=request.num_prompt_tokens,
                 num_generated=request.output_tokens,
                 max_new_tokens=request.max_new_tokens,

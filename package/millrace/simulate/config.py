@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticUndefined
 
+from millrace.errors import no_server
 from millrace.simulate.deployment import Deployment
 from millrace.simulate.simulation import Simulation, Sweep
 from millrace.simulate.workload import Workload
 
 SERVER_TIMEOUT_SECONDS = 10.0
-READ_ONLY = ("cost_model", "step_ratios")
+READ_ONLY = ("cost_model", "step_ratios", "window_groups")
 """Fields without a flag; they are read from a server or a file."""
 
 EXAMPLE = """\
@@ -113,9 +115,12 @@ def plan_from_args(argv: Sequence[str]) -> Plan:
 
 
 def _simulation(values: Mapping[str, Any]) -> Simulation:
+    deployment, workload = _model(Deployment, values), _model(Workload, values)
+    if workload.image_share and not deployment.reads_images:
+        raise ConfigError("--image-share: the cost model has no `tile`, the cost of a tile")
     return Simulation(
-        deployment=_model(Deployment, values),
-        workload=_model(Workload, values),
+        deployment=deployment,
+        workload=workload,
         replicas=_model(Scope, values).replicas,
     )
 
@@ -154,6 +159,13 @@ def _server_info(server: str) -> Mapping[str, Any]:
     try:
         with urlopen(url, timeout=SERVER_TIMEOUT_SECONDS) as answer:  # noqa: S310
             info = json.load(answer)
+    except HTTPError as error:
+        raise ConfigError(f"--server: {url} answers with status {error.code}") from error
+    except URLError as error:
+        reason = error.reason
+        if not isinstance(reason, OSError):
+            raise ConfigError(f"--server: cannot read {url}: {reason}") from error
+        raise ConfigError(f"--server: {no_server(server.rstrip('/'), reason)}") from error
     except (OSError, HTTPException, ValueError) as error:
         raise ConfigError(f"--server: cannot read {url}: {error}") from error
     if not isinstance(info, dict) or "cost_model" not in info:

@@ -8,19 +8,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from millrace.simulate.simulated_request import Arrival, PrefixNames, SimulatedRequest
 from millrace_router.config import OnOff, RouterConfig
-from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.cost import TILE_COEFFICIENT, CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
 from millrace_router.scheduler.factory import (
     DEFAULT_PREFILL_TOKENS,
+    blocks_from,
     budgets_from,
     forecaster_from,
-    planner_from,
     queue_from,
 )
+from millrace_router.scheduler.image_features import ImageFeatures
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.scheduler.step_plan import Budgets
+from millrace_router.scheduler.window_blocks import WindowGroup
 
 
 def _flag(name: str) -> Any:  # noqa: ANN401
@@ -50,6 +52,10 @@ class Deployment(BaseModel):
         default=0.0, ge=0.0, description="What the router takes for the answer to a step."
     )
     num_blocks: int = Field(ge=2, description="KV blocks of the shards, the reserved one included.")
+    window_groups: tuple[WindowGroup, ...] = Field(
+        default=(),
+        description="Layers with an attention window, which have their own blocks in addition to `num_blocks`.",
+    )
     block_size: int = Field(ge=1, description="Tokens of one KV block.")
     max_total_tokens: int = Field(ge=2, description="Most tokens of prompt and answer.")
     max_input_tokens: int | None = Field(
@@ -76,6 +82,17 @@ class Deployment(BaseModel):
     )
     adapter_load_seconds: float = Field(
         default=0.05, ge=0.0, description="What a load of an adapter takes."
+    )
+    feature_rows: int = Field(
+        default=1 << 16,
+        ge=1,
+        description="Rows for features of images on the shards, one for each of their tokens.",
+    )
+    image_slots: int = Field(
+        default=8, ge=1, description="Images whose pixels the shards hold at a time."
+    )
+    encoder_layers: int = Field(
+        default=12, ge=1, description="Layers of the encoder of images, some of which a step runs."
     )
     priority_ageing: float = _flag("priority_ageing")
     max_queue_size: int | None = _flag("max_queue_size")
@@ -108,6 +125,11 @@ class Deployment(BaseModel):
         return self.max_input_tokens or self.max_total_tokens - 1
 
     @property
+    def reads_images(self) -> bool:
+        """Whether the cost of a tile of an image is known."""
+        return TILE_COEFFICIENT in self.cost_model
+
+    @property
     def flags(self) -> RouterConfig:
         """The flags as the router has them."""
         names = type(self).model_fields.keys() & RouterConfig.model_fields.keys()
@@ -124,13 +146,17 @@ class Deployment(BaseModel):
 
     def new_planner(self, cost: CostModel) -> Planner:
         """The router's planner, without rows."""
-        return planner_from(
-            self.budgets,
-            cost,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            prefix_caching=self.prefix_caching == "on",
+        caching = self.prefix_caching == "on"
+        blocks = blocks_from(
+            self.num_blocks,
+            self.block_size,
+            prefix_caching=caching,
+            windows=self.window_groups,
         )
+        images = None
+        if self.reads_images:
+            images = ImageFeatures(self.feature_rows, self.image_slots, self.encoder_layers)
+        return Planner(self.budgets, blocks, cost, images=images)
 
     def new_queue(self) -> RequestQueue:
         return queue_from(self.flags)

@@ -153,11 +153,23 @@ class Engine:
                 last_sent=pipeline.last_sent,
                 last_answered=last_answered,
             )
+            has_put = self._put_images()
             if plan is None:
+                if has_put:
+                    continue
                 return
             if plan.num_preempted:
                 self._preempt(plan)
             self._send(plan)
+
+    def _put_images(self) -> bool:
+        """Bring pixels to the shards, which takes no time from steps; whether there were any."""
+        images = self._planner.images
+        puts = [] if images is None else images.take_puts()
+        for features in puts:
+            assert images is not None
+            images.put(features)
+        return bool(puts)
 
     def _send(self, plan: StepPlan) -> None:
         flight = self._pipeline.send(plan, plan.load, self.now)
@@ -180,7 +192,7 @@ class Engine:
                 self._may_end.setdefault(flight.number + left, []).append(row)
         flight.sort_ended()
         blocks = self._planner.blocks
-        self.metrics.took(flight.seconds, plan.load, blocks.num_owned / blocks.num_blocks)
+        self.metrics.took(flight.seconds, plan.load, blocks.usage)
 
     def _admitted(self, row: Row) -> None:
         request = request_of(row)

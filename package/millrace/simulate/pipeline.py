@@ -104,7 +104,8 @@ class Pipeline:
     def send(self, plan: StepPlan, load: StepLoad, now: float) -> Flight:
         """Let the shards compute `plan`, which has this `load`, after the steps in flight."""
         self.last_sent += 1
-        predicted = (self._cost.seconds(load) or 0.0) if plan.has_forward else 0.0
+        computes = plan.has_forward or plan.encodes
+        predicted = (self._cost.seconds(load) or 0.0) if computes else 0.0
         seconds = predicted * next(self._ratios)
         began_at = max(now, self._shards_free_at)
         self._shards_free_at = began_at + seconds

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from millrace_router.request.adapter import AdapterVersion
+from millrace_router.request.images import ImageSpan, PreparedImage
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.step_plan import Row
@@ -77,6 +78,7 @@ class SimulatedRequest(SchedulableRequest):
             ),
             queued_at=arrival.arrived_at,
             adapter=_version_of(arrival),
+            images=_images_of(arrival, request_id),
         )
         self.arrival = arrival
         self.asked_at = arrival.arrived_at
@@ -150,6 +152,10 @@ class Arrival(NamedTuple):
     """Numbers of its prompt's parts; equal ones are equal tokens after equal beginnings. It excludes a group."""
     chain_tokens: int = 1
     """Tokens of each part but the last."""
+    tiles: int = 0
+    """Tiles of its image, which is the end of its prompt; 0: it has none."""
+    tile_tokens: int = 0
+    """Tokens of its prompt that each of them takes."""
 
 
 def _version_of(arrival: Arrival) -> AdapterVersion | None:
@@ -159,6 +165,23 @@ def _version_of(arrival: Arrival) -> AdapterVersion | None:
         return None
     pages = ((ADAPTER_MODULE, arrival.adapter_pages),)
     return AdapterVersion(digest=name, name=name, num_slices=pages)
+
+
+def _images_of(arrival: Arrival, request_id: int) -> Sequence[ImageSpan]:
+    """Its image, which no other request has."""
+    if not arrival.tiles:
+        return ()
+    image = PreparedImage(
+        digest=b"%d" % request_id,
+        rows=arrival.tiles - 1,
+        columns=1,
+        num_tiles=arrival.tiles,
+        height=0,
+        width=0,
+        rows_per_tile=arrival.tile_tokens,
+        pixels=b"",
+    )
+    return (ImageSpan(arrival.prompt_tokens - image.num_rows, image.num_rows, image, 0),)
 
 
 def request_of(row: Row) -> SimulatedRequest:

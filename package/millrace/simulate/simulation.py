@@ -35,6 +35,7 @@ class Simulation:
             requests=math.ceil(workload.requests / self.replicas),
             clients=math.ceil(workload.clients / self.replicas),
             think_seconds=workload.think_seconds,
+            ramp_seconds=workload.ramp_seconds,
         )
 
 

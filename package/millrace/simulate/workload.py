@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import accumulate, islice
 from pathlib import Path
 from random import Random
@@ -128,6 +128,9 @@ class Workload(BaseModel):
     think_seconds: float = Field(
         default=0.0, ge=0, description="Pause of a client after each answer."
     )
+    ramp_seconds: float = Field(
+        default=0.0, ge=0, description="Time in which the clients begin, one after the other."
+    )
     requests: int = Field(default=1000, ge=1, description="Requests in all, without --trace.")
     prompt_tokens: LengthsText = Field(
         default=Lengths("fixed", (512.0,)), description=f"Prompt lengths: {SYNTAX}."
@@ -152,6 +155,16 @@ class Workload(BaseModel):
     )
     adapter_pages: int = Field(
         default=16, ge=0, description="Pages of 64 KiB that each of them takes on a shard."
+    )
+    image_share: float = Field(
+        default=0.0, ge=0, le=1, description="Share of the requests that have an image."
+    )
+    image_tiles: LengthsText = Field(
+        default=Lengths("fixed", (13.0,)),
+        description="Tiles of an image, written like lengths; each is encoded by itself.",
+    )
+    tile_tokens: int = Field(
+        default=64, ge=1, description="Tokens of a tile, in addition to the prompt's."
     )
     seed: int = Field(default=0, description="Of all random choices.")
 
@@ -222,9 +235,12 @@ class Requester:
         adapter = ""
         if self._adapters:
             (adapter,) = random.choices(self._adapters, cum_weights=self._adapter_weights)
+        tiles = 0
+        if workload.image_share and random.random() < workload.image_share:
+            tiles = workload.image_tiles.draw(random)
         return Arrival(
             now,
-            prompt_tokens + prefix_tokens,
+            prompt_tokens + prefix_tokens + tiles * workload.tile_tokens,
             output_tokens,
             workload.max_new_tokens,
             group,
@@ -232,6 +248,8 @@ class Requester:
             tenant=tenant,
             adapter=adapter,
             adapter_pages=workload.adapter_pages,
+            tiles=tiles,
+            tile_tokens=workload.tile_tokens,
         )
 
 
@@ -283,13 +301,18 @@ class ClosedLoop:
     waits_for_answers = True
 
     def __init__(
-        self, draw: Requester, *, requests: int, clients: int, think_seconds: float
+        self,
+        draw: Requester,
+        *,
+        requests: int,
+        clients: int,
+        think_seconds: float,
+        ramp_seconds: float = 0.0,
     ) -> None:
         self._draw = draw
         self._num_left = requests
-        self._ready = [0.0] * clients
+        self._ready = [ramp_seconds * number / clients for number in range(clients)]
         self._think_seconds = think_seconds
-        heapify(self._ready)
 
     @property
     def next_at(self) -> float:

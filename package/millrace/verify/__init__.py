@@ -1,5 +1,5 @@
 """`millrace-verify`: checks on the user's model that output does not depend on the batch.
 
 Entry point: `__main__.main`.
-May import: server, http, errors, and the launcher.
+Imports: errors, http, millrace_launcher, server.
 """

@@ -1,4 +1,4 @@
-"""Writes random LoRA adapters in PEFT's format, for any checkpoint whose linear layers have Llama's names."""
+"""Writes random LoRA adapters in PEFT's format, for linear layers with Llama's names, or DeepSeek's of latents."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from pathlib import Path
 from millrace_launcher.settings.commands import Programs
 
 LINEAR = re.compile(
-    r"(?P<module>(?:\w+\.)*layers\.\d+\.(?:self_attn|mlp)\.(?P<target>[qkvo]_proj|gate_proj|up_proj|down_proj))\.weight"
+    r"(?P<module>(?:\w+\.)*layers\.\d+\.(?:self_attn|mlp)\.(?P<target>[qkvo]_proj|gate_proj|up_proj|down_proj"
+    r"|q_[ab]_proj|kv_a_proj_with_mqa))\.weight"
 )
 TARGETS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "verify-wide": (
         8,
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        (
+            *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+        ),
     ),
-    "verify-narrow": (20, ("q_proj", "v_proj")),
+    "verify-narrow": (20, ("q_proj", "v_proj", "kv_a_proj_with_mqa")),
 }
 """Rank and target modules by name of the adapter."""
 A_EXPONENT, B_EXPONENT = 61, 60

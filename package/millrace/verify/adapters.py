@@ -15,9 +15,9 @@ from millrace.verify.adapter_files import (
     write_adapters,
 )
 from millrace.verify.answers import ExactAnswer
-from millrace.verify.cases import CACHED, KILL_AFTER, MOST_ROUNDS, After, ServerUnderTest
-from millrace.verify.client import LOST, REPLAYED, STEPS, Client, counting
-from millrace.verify.comparison import Comparison, compare, merged
+from millrace.verify.cases import CACHED, ServerUnderTest, shard_killed
+from millrace.verify.client import STEPS, Client, counting
+from millrace.verify.comparison import compare
 from millrace.verify.questions import Question
 from millrace.verify.report import Row, judged
 from millrace.verify.suite import Suite, ask_alone, ask_together
@@ -38,28 +38,11 @@ def adapter_flags(servers: LocalServers, model: str) -> tuple[str, ...]:
 
 def adapters(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
     """Mix requests for two adapters and for the base, then kill a shard; the base's answers are a plain server's."""
-    client, promise = server.client, suite.info.promise
     questions = mixed(suite.questions, NAMES)
-    expected = expected_of(client, suite, questions)
-    yield _in_company(client, suite, questions, expected)
-    total = sum(len(answer.ids) for answer in expected)
-    found: list[Comparison] = []
-    lost = replayed = 0
-    while not (lost and replayed) and len(found) < MOST_ROUNDS:
-        kill = After(max(1, int(total * KILL_AFTER)), server.kill_shard)
-        with counting(client) as counted:
-            answers = ask_together(client, questions, suite.num_workers, kill.on_token)
-        lost += counted.of(LOST)
-        replayed += counted.of(REPLAYED)
-        found.append(compare(questions, expected, answers))
-    yield judged(
-        "adapters",
-        "adapters / shard killed",
-        promise,
-        merged(found),
-        exercised=lost > 0 and replayed > 0,
-        note=f"{lost} restart(s), {replayed} requests replayed",
-    )
+    expected = expected_of(server.client, suite, questions)
+    yield _in_company(server.client, suite, questions, expected)
+    name = "adapters / shard killed"
+    yield shard_killed("adapters", name, server, suite, questions, expected)
 
 
 def adapters_outside(client: Client, suite: Suite, names: Sequence[str]) -> Row:

@@ -26,6 +26,7 @@ from millrace.verify.comparison import (
     merged,
     same_tokens,
 )
+from millrace.verify.questions import Question
 from millrace.verify.reference import Reference, until_tie
 from millrace.verify.report import Row, judged
 from millrace.verify.suite import (
@@ -162,21 +163,33 @@ def preempted(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
 
 
 def restarted(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
-    """Kill a shard during streams; repeat if the streams ended first."""
-    client, questions = server.client, suite.questions
-    total = sum(len(answer.ids) for answer in suite.expected)
+    """Kill a shard during streams."""
+    name = "undisturbed / shard killed"
+    yield shard_killed("restarted", name, server, suite, suite.questions, suite.expected)
+
+
+def shard_killed(
+    case: str,
+    name: str,
+    server: ServerUnderTest,
+    suite: Suite,
+    questions: Sequence[Question],
+    expected: Sequence[ExactAnswer],
+) -> Row:
+    """Kill a shard while it answers `questions`; repeat if the streams ended first."""
+    total = sum(len(answer.ids) for answer in expected)
     found: list[Comparison] = []
     lost = replayed = 0
     while not (lost and replayed) and len(found) < MOST_ROUNDS:
         kill = After(max(1, int(total * KILL_AFTER)), server.kill_shard)
-        with counting(client) as counted:
-            answers = ask_together(client, questions, suite.num_workers, kill.on_token)
+        with counting(server.client) as counted:
+            answers = ask_together(server.client, questions, suite.num_workers, kill.on_token)
         lost += counted.of(LOST)
         replayed += counted.of(REPLAYED)
-        found.append(compare(questions, suite.expected, answers))
-    yield judged(
-        "restarted",
-        "undisturbed / shard killed",
+        found.append(compare(questions, expected, answers))
+    return judged(
+        case,
+        name,
         suite.info.promise,
         merged(found),
         exercised=lost > 0 and replayed > 0,

@@ -112,7 +112,7 @@ class Client:
         try:
             return self._run(call)
         except ConnectionFailed as error:
-            raise ServerError(f"the server cannot be reached: {error}") from error
+            raise ServerError(str(error)) from error
         except RequestError as error:
             raise ServerError(f"status {error.status}: {error}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -58,7 +58,10 @@ def verify_model(options: Options, servers: LocalServers) -> Report:
     try:
         with servers.running(FIRST, *cases.ALONE) as local:
             server = _under_test(local, options)
-            suite = _suite(server.client, options, prompts)
+            suite = suite_of(server.client, options, prompts)
+            for answer in suite.expected:
+                if answer.error is not None:
+                    raise ServerError(f"a request that ran alone failed: {answer.error}")
             if suite.info.dtype == "float32":
                 planned = _on_first(planned, "transformers")
             for case in (case for case in planned if case.server == FIRST):
@@ -132,7 +135,8 @@ def _under_test(server: LocalServer, options: Options) -> ServerUnderTest:
     return ServerUnderTest(Client(server.url, options.api_key), server.kill_shard)
 
 
-def _suite(client: Client, options: Options, prompts: tuple[str, ...]) -> Suite:
+def suite_of(client: Client, options: Options, prompts: Sequence[str]) -> Suite:
+    """The requests for a server, and its answers to them, one at a time. Raises ServerError."""
     info = ServerInfo.of(client)
     questions = questions_for(
         client,
@@ -145,9 +149,6 @@ def _suite(client: Client, options: Options, prompts: tuple[str, ...]) -> Suite:
     unrelated = unrelated_questions(client, info)
     log_progress(f"asking {len(questions)} requests, one at a time")
     expected = ask_alone(client, questions)
-    for answer in expected:
-        if answer.error is not None:
-            raise ServerError(f"a request that ran alone failed: {answer.error}")
     return Suite(info=info, questions=questions, unrelated=unrelated, expected=expected)
 
 
@@ -200,6 +201,11 @@ def _check_kernels(server: ServerUnderTest, suite: Suite) -> None:
     if found.dtype == first.dtype and found.attention != first.attention:
         raise ServerError(
             f"this server has {found.attention} attention, the first one {first.attention}; its log may say why"
+        )
+    if found.dtype == first.dtype and found.activations != first.activations:
+        raise ServerError(
+            f"this server has {found.activations or 'plain'} activations, the first one"
+            f" {first.activations or 'plain'} ones; --quantize-activations fixes them"
         )
 
 

@@ -8,18 +8,15 @@ from collections.abc import Iterator
 from millrace.verify.adapters import adapters_outside
 from millrace.verify.client import Client, ServerError
 from millrace.verify.comparison import compare
-from millrace.verify.inside import NoServer, log_progress
+from millrace.verify.inside import NoServer, log_progress, suite_of
 from millrace.verify.options import CASES, Options
 from millrace.verify.questions import PROMPTS, read_prompts
 from millrace.verify.report import Report, Row, judged, unchecked
 from millrace.verify.suite import (
-    ServerInfo,
     Suite,
     ask_alone,
     ask_in_traffic,
     ask_together,
-    questions_for,
-    unrelated_questions,
 )
 
 MOST_ADAPTERS = 3
@@ -36,25 +33,13 @@ def verify_server(options: Options) -> Report:
     prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
     try:
         client = Client(options.target, options.api_key)
-        info = ServerInfo.of(client)
         # The prompts of an earlier run would be in the prefix cache.
         nonce = secrets.token_hex(4)
-        questions = questions_for(
-            client,
-            info,
-            [f"{nonce} {prompt}" for prompt in prompts],
-            num_requests=options.num_requests,
-            max_new_tokens=options.max_new_tokens,
-            cut=options.prompts is None,
-        )
-        unrelated = unrelated_questions(client, info)
-        log_progress(f"asking {len(questions)} requests, one at a time")
-        cold = ask_alone(client, questions)
-        suite = Suite(info=info, questions=questions, unrelated=unrelated, expected=cold)
+        suite = suite_of(client, options, [f"{nonce} {prompt}" for prompt in prompts])
         rows = [row for name in options.cases for row in _rows(name, client, suite, options)]
     except ServerError as error:
         raise NoServer(str(error)) from error
-    return Report(info, tuple(rows))
+    return Report(suite.info, tuple(rows))
 
 
 def _rows(name: str, client: Client, suite: Suite, options: Options) -> Iterator[Row]:

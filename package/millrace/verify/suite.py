@@ -44,6 +44,8 @@ class ServerInfo:
     """Whether the server accepts grammars."""
     attention: str = ""
     """The name of its attention kernels, which determine the last bits."""
+    activations: str = ""
+    """The activations that quantised weights are multiplied with; another choice changes more than the last bits."""
 
     @classmethod
     def of(cls, client: Client) -> ServerInfo:
@@ -66,6 +68,7 @@ class ServerInfo:
                 max_top_n_tokens=int(info["max_top_n_tokens"]),
                 grammars=bool(info["grammars"]),
                 attention=str(info.get("attention", "")),
+                activations=str(info.get("quantize_activations") or ""),
             )
         except KeyError as error:
             raise ServerError(f"{client.url}/info has no {error}; is it Millrace?") from error

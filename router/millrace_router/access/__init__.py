@@ -1,5 +1,5 @@
 """Who may connect: the keys of clients, and TLS of the HTTP port.
 
 Entry points: `keys.ApiKeys`, `tls.listener_tls`.
-May import: request, config.
+Imports: config, request.
 """

@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 
 from millrace_router.config import RouterConfig
-from millrace_router.request.scheduling import API_KEY_HEADER
+from millrace_router.request.scheduling import API_KEY_HEADER, authorization
 
 MAX_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -136,14 +136,13 @@ def _encoded(keys: Iterable[tuple[str, str]]) -> list[tuple[str, bytes, bytes]]:
 
 
 def _presented(headers: Mapping[str, str]) -> tuple[bytes, bytes]:
-    return _header(headers, "authorization"), _header(headers, API_KEY_HEADER)
+    presented = authorization(headers), headers.get(API_KEY_HEADER, "")
+    return presented[0].encode(errors="surrogateescape"), presented[1].encode(
+        errors="surrogateescape"
+    )
 
 
 def _matches(presented: tuple[bytes, bytes], bearer: bytes, bare: bytes) -> bool:
     as_bearer = compare_digest(presented[0], bearer)
     as_bare = compare_digest(presented[1], bare)
     return as_bearer or as_bare
-
-
-def _header(headers: Mapping[str, str], name: str) -> bytes:
-    return headers.get(name, "").encode(errors="surrogateescape")

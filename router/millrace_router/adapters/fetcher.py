@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from millrace_router.adapters.cache import DIGEST, AdapterCache
 from millrace_router.adapters.child import COMMAND, ChildError, run_child
-from millrace_router.adapters.memory import BackOff, Recent
+from millrace_router.adapters.memory import BackOff, FairTurns, Recent
 from millrace_router.adapters.names import NamedSource
 from millrace_router.errors import (
     AdapterForbidden,
@@ -41,6 +41,7 @@ Answer = dict[str, Any]
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_AT_ONCE = 2
+MAX_AT_ONCE_OF_CALLER = 1
 MAX_OF_CLIENTS = 256
 """Fetches of sources that clients named, and merges, running or waiting."""
 MAX_PER_CALLER = 8
@@ -104,7 +105,7 @@ class Fetcher:
         self._limits = limits
         self._endpoint = endpoint.rstrip("/")
         self._command = command
-        self._permits = asyncio.Semaphore(MAX_AT_ONCE)
+        self._turns = FairTurns(MAX_AT_ONCE, MAX_AT_ONCE_OF_CALLER)
         self._running: set[asyncio.Task[Any] | None] = set()
         self._callers: Counter[str] = Counter()
         self._back_off = BackOff(clock)
@@ -249,8 +250,8 @@ class Fetcher:
         if rest := self._back_off.rest(key):
             raise AdapterUnavailable(name, rest[0], retry_after_seconds=rest[1])
         try:
-            with self._turn(name, caller, by_operator=by_operator):
-                async with self._permits:
+            with self._in_line(name, caller, by_operator=by_operator):
+                async with self._turns.turn(caller):
                     answer = await run_child(
                         request, timeout_seconds=self._limits.timeout_seconds, command=self._command
                     )
@@ -268,7 +269,7 @@ class Fetcher:
         return answer
 
     @contextmanager
-    def _turn(self, name: str, caller: str, *, by_operator: bool) -> Iterator[None]:
+    def _in_line(self, name: str, caller: str, *, by_operator: bool) -> Iterator[None]:
         """Count a fetch, running or waiting; raises AdapterUnavailable when clients request too many."""
         callers = self._callers if not by_operator else Counter[str]()
         is_greedy = caller != "" and callers[caller] >= MAX_PER_CALLER

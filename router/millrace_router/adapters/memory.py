@@ -1,4 +1,4 @@
-"""Bounded memory of adapters: recent values, what the hub allowed, work in flight, and failures of sources."""
+"""Bounded memory of adapters: recent values, what the hub allowed, work in flight, turns, and failures of sources."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import math
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, TypeVar
@@ -63,9 +64,8 @@ class Recent(Generic[Key, Value]):
         self._values.move_to_end(key)
         return value
 
-    def put(self, key: Key, value: Value, *, seconds: float | None = None) -> None:
-        """Keep `value` for `seconds`, or as long as all others."""
-        self._values[key] = (self._clock() + (self._seconds if seconds is None else seconds), value)
+    def put(self, key: Key, value: Value) -> None:
+        self._values[key] = (self._clock() + self._seconds, value)
         self._values.move_to_end(key)
         while len(self._values) > self._size:
             self._values.popitem(last=False)
@@ -87,25 +87,12 @@ def holder_of(token: str | None) -> Holder:
     return blake2b(token.encode(errors="surrogatepass"), key=_SALT, digest_size=16).digest()
 
 
-class Access:
-    """Remembers for a minute which holders of tokens the hub let read which repositories, by hashes of the tokens."""
+Grants = Recent[tuple[Holder, str, str | None], str]
+"""By holder, repository and revision: the commit that the hub let the holder read within the last minute."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._grants: Recent[tuple[Holder, str, str | None], str] = Recent(
-            MAX_GRANTS, seconds=ACCESS_SECONDS, clock=clock
-        )
 
-    def allow(self, holder: Holder, repository: str, revision: str | None, commit: str) -> None:
-        """Let `holder` use a revision of a repository, which is at `commit` now, for a minute."""
-        self._grants.put((holder, repository, revision), commit)
-
-    def commit(self, holder: Holder, repository: str, revision: str | None) -> str | None:
-        """Return the commit that `holder` was allowed to use within the last minute; None: ask the hub."""
-        return self._grants.get((holder, repository, revision))
-
-    def allowed(self, holder: Holder) -> list[tuple[str, str | None]]:
-        """Return the (repository, revision) that `holder` may use now."""
-        return [(name, revision) for who, name, revision in self._grants.kept() if who == holder]
+def new_grants(clock: Callable[[], float] = time.monotonic) -> Grants:
+    return Recent(MAX_GRANTS, seconds=ACCESS_SECONDS, clock=clock)
 
 
 class SingleFlight(Generic[Result]):
@@ -151,6 +138,66 @@ def _copy(error: RouterError) -> RouterError:
     copied = kind.__new__(kind, *error.args)
     copied.__dict__.update(error.__dict__)
     return copied
+
+
+class FairTurns:
+    """At most `total` turns at a time, of which a caller has at most `share`; callers that wait alternate.
+
+    The caller "" is the server, whose turns are limited by `total` only.
+    """
+
+    def __init__(self, total: int, share: int) -> None:
+        self._free = total
+        self._share = share
+        self._running: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """The callers that wait; the first is next."""
+
+    @asynccontextmanager
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Wait for a turn, and hold it."""
+        if self._may_run(caller):
+            self._start(caller)
+        else:
+            await self._wait(caller)
+        try:
+            yield
+        finally:
+            self._end(caller)
+
+    def _may_run(self, caller: str) -> bool:
+        return self._free > 0 and (caller == "" or self._running[caller] < self._share)
+
+    def _start(self, caller: str) -> None:
+        self._free -= 1
+        self._running[caller] += 1
+
+    def _end(self, caller: str) -> None:
+        self._free += 1
+        self._running[caller] -= 1
+        if not self._running[caller]:
+            del self._running[caller]
+        for other in filter(self._may_run, tuple(self._waiting)):
+            futures = self._waiting.pop(other)
+            self._start(other)
+            futures.popleft().set_result(None)
+            if futures:
+                self._waiting[other] = futures
+
+    async def _wait(self, caller: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        futures = self._waiting.setdefault(caller, deque())
+        futures.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._end(caller)
+            else:
+                futures.remove(turn)
+                if not futures:
+                    del self._waiting[caller]
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from millrace_router.adapters.fetcher import Fetcher
-from millrace_router.adapters.memory import Access, Recent, SingleFlight, holder_of
+from millrace_router.adapters.memory import Grants, Recent, SingleFlight, holder_of, new_grants
 from millrace_router.adapters.names import (
     NamedSource,
     Registration,
@@ -70,7 +70,7 @@ class Resolver:
         *,
         rules: ClientRules,
         default: AdapterReference | None = None,
-        access: Access | None = None,
+        grants: Grants | None = None,
         refusals: Recent[Hashable, RouterError] | None = None,
     ) -> None:
         """`default` is the adapter of requests that name nothing."""
@@ -78,7 +78,7 @@ class Resolver:
         self.default = default
         self._fetcher = fetcher
         self._rules = rules
-        self._access = Access() if access is None else access
+        self._grants = new_grants() if grants is None else grants
         self._metrics = metrics
         if refusals is None:
             refusals = Recent(MAX_REFUSALS, seconds=REFUSAL_SECONDS)
@@ -124,9 +124,11 @@ class Resolver:
 
     def named_by(self, token: str | None) -> list[str]:
         """Return the ids that are not registered and that the holder of `token` may use now."""
+        holder = holder_of(token)
         return [
             repository if revision is None else f"{repository}@{revision}"
-            for repository, revision in self._access.allowed(holder_of(token))
+            for who, repository, revision in self._grants.kept()
+            if who == holder
         ]
 
     async def current(self, registration: Registration) -> AdapterVersion:
@@ -203,7 +205,7 @@ class Resolver:
     ) -> AdapterVersion:
         """Return the version of an id on the hub; its access is checked again after a minute, for each token."""
         grant = (holder_of(token), source.location, source.revision)
-        commit = self._access.commit(*grant)
+        commit = self._grants.get(grant)
         if commit is None:
             try:
                 commit = await self._commit_of(source, name, caller=caller, token=token)
@@ -212,7 +214,7 @@ class Resolver:
                     # The name of a private repository is not confirmed.
                     raise AdapterNotFound(name) from None
                 raise
-            self._access.allow(*grant, commit)
+            self._grants.put(grant, commit)
         version = self._clients.get((source.location, commit))
         if version is None or not self._fetcher.is_cached(version.digest):
             pinned = replace(source, revision=commit)

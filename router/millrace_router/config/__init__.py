@@ -2,6 +2,7 @@
 
 Entry point: `RouterConfig`. Each flag is a field of the group that it belongs to. The launcher imports this room, so it
 may import nothing heavier than pydantic.
+Imports: millrace_proto.
 """
 
 from millrace_router.config.adapter_specs import (
@@ -14,7 +15,7 @@ from millrace_router.config.adapter_specs import (
 from millrace_router.config.listening import ANY_ADDRESS, listen_address
 from millrace_router.config.router_config import RouterConfig
 from millrace_router.config.traces import TraceTarget, trace_target
-from millrace_router.config.values import OnOff, log_level, split_commas
+from millrace_router.config.values import OnOff, split_commas
 
 __all__ = [
     "ANY_ADDRESS",
@@ -23,7 +24,6 @@ __all__ = [
     "RouterConfig",
     "TraceTarget",
     "listen_address",
-    "log_level",
     "sglang_adapter",
     "split_adapters",
     "split_commas",

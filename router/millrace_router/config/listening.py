@@ -65,7 +65,9 @@ class ListeningFlags(BaseModel):
         description="Path under which a proxy serves this server, such as /llm; the proxy removes it.",
     )
     payload_limit: int = Field(
-        default=2_000_000, ge=1, description="Largest request body in bytes."
+        default=2_000_000,
+        ge=1,
+        description="Largest request body in bytes; the default is 32000000 for a model that reads images.",
     )
 
     @model_validator(mode="before")

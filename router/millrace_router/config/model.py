@@ -57,7 +57,7 @@ class ModelFlags(BaseModel):
 
     def names_the_model(self, name: str | None) -> bool:
         """Return whether `name` means the model and not an adapter."""
-        return name in self.all_names
+        return name in self.all_names or name == str(self.model_folder)
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
-from millrace_proto.flags import read_arguments, refuse
+from millrace_proto.flags import log_level, read_arguments, refuse
 from millrace_router.config.adapters import AdapterFlags
 from millrace_router.config.listening import ListeningFlags
 from millrace_router.config.model import ModelFlags
 from millrace_router.config.scheduling import SchedulingFlags
 from millrace_router.config.text import TextFlags
 from millrace_router.config.traces import SERVICE_NAME, TraceTarget, trace_target
-from millrace_router.config.values import LogLevel, log_level
+from millrace_router.config.values import LogLevel, split_commas
 
 
 class LimitFlags(BaseModel):
@@ -49,7 +51,13 @@ class LimitFlags(BaseModel):
     default_max_new_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Most new tokens of a request that names no limit; what the context leaves when absent.",
+        description="Most new tokens of a request that names no limit; when absent, the model's own limit, otherwise"
+        " 2048 in chats and what the context leaves elsewhere.",
+    )
+    strict_max_tokens: bool = Field(
+        default=False,
+        description="Refuse chats with a `max_tokens` that does not fit, which otherwise is an upper bound, as requests"
+        " to TGI's routes and text completions are refused.",
     )
     max_new_tokens_limit: int | None = Field(
         default=None,
@@ -73,6 +81,55 @@ class LimitFlags(BaseModel):
     )
 
 
+class ImageFlags(BaseModel):
+    """The limits of images, and where they may come from, for models that read them."""
+
+    max_image_bytes: ByteSize = Field(
+        default=ByteSize(20 << 20),
+        ge=1,
+        description="Largest file of an image in a request, such as 20MiB.",
+    )
+    max_image_pixels: int = Field(
+        default=33_000_000,
+        ge=1,
+        description="Most pixels of an image; its header says how many it has, and it is not decoded beyond that.",
+    )
+    max_images_per_request: int = Field(
+        default=100, ge=0, description="Most images in one request; 0 takes none."
+    )
+    max_image_memory: ByteSize = Field(
+        default=ByteSize(2 << 30),
+        ge=1,
+        description="Bytes that images of all requests may take in the router while they wait or run, such as 2GiB;"
+        " further ones wait, and then get 429.",
+    )
+    image_timeout: float = Field(
+        default=10.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that an image may take to decode; the process that decodes it is replaced then.",
+    )
+    image_url_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Hosts from which https: addresses of images are fetched, separated by commas; exact names, whose"
+        " addresses have to be global. Without any, images have to be `data:` URLs.",
+    )
+
+    @field_validator("image_url_hosts", mode="before")
+    @classmethod
+    def _split_hosts(cls, value: object) -> object:
+        return split_commas(value)
+
+    @field_validator("image_url_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        hosts = tuple(host.lower() for host in hosts)
+        for host in hosts:
+            if _HOST.fullmatch(host) is None:
+                raise ValueError(f"{host!r} is not the name of a host, without a port or a path")
+        return hosts
+
+
 class RecoveryFlags(BaseModel):
     """The times of recovery and of resumption, and what is kept."""
 
@@ -80,8 +137,8 @@ class RecoveryFlags(BaseModel):
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds that a step always gets; one that takes longer, and far longer than "
-        "predicted, means that the shards hang: they are restarted.",
+        description="Seconds in which shards may compute nothing of a step; a longer pause, also compared with "
+        "the step's predicted duration, means that they hang: they are restarted.",
     )
     recovery_grace: float = Field(
         default=300.0,
@@ -126,6 +183,26 @@ class RecoveryFlags(BaseModel):
         default=None,
         ge=0,
         description="Socket to the launcher, inherited; for the launcher's use.",
+    )
+    listen_fd: int | None = Field(
+        default=None,
+        ge=0,
+        description="Socket bound to the HTTP port, inherited; for the launcher's use. The router listens on it once it"
+        " is ready.",
+    )
+    state_fd: int | None = Field(
+        default=None,
+        ge=0,
+        description="File for what the next router should know, inherited; for the launcher's use.",
+    )
+    run_log_fd: int | None = Field(
+        default=None,
+        ge=0,
+        description="File in memory for the log of requests with keys, inherited; for the launcher's use.",
+    )
+    is_successor: bool = Field(
+        default=False,
+        description="Another router serves until the shards are reported to be ready; for the launcher's use.",
     )
 
 
@@ -187,6 +264,7 @@ class LogFlags(BaseModel):
         return log_level(value)
 
 
+_HOST = re.compile(r"(?!-)[a-z0-9.-]*[a-z][a-z0-9.-]*", re.ASCII)
 COMMANDS = """other commands:
   millrace-router replay JOURNAL
                         Have shards compute the steps of a journal again.
@@ -201,6 +279,7 @@ class RouterConfig(
     # The help shows the flags of the last class first.
     LogFlags,
     AdapterFlags,
+    ImageFlags,
     TextFlags,
     RecoveryFlags,
     SchedulingFlags,

@@ -59,7 +59,7 @@ class SchedulingFlags(BaseModel):
         gt=0,
         allow_inf_nan=False,
         description="Milliseconds that a step with running requests should not exceed for the sake "
-        "of prompts.",
+        "of prompts; when absent, three times what it takes without prompts, and longer with few requests.",
     )
     fairness: Literal["none", "tenant", "adapter"] = Field(
         default="none",

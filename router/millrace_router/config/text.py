@@ -20,7 +20,8 @@ class TextFlags(BaseModel):
 
     validation_workers: int = Field(default=2, description="Threads that tokenize prompts.")
     tokenizer_config_path: Path | None = Field(
-        default=None, description="tokenizer_config.json to take the chat template from."
+        default=None,
+        description="tokenizer_config.json to take the chat template and end tokens from.",
     )
     tool_call_parser: Literal[
         "auto",
@@ -98,6 +99,11 @@ class TextFlags(BaseModel):
         default=False,
         description="Answer as TGI does even where OpenAI's contract or its own clients want otherwise.",
     )
+    allow_special_tokens_in_content: bool = Field(
+        default=False,
+        description="Read texts of control tokens, such as <|im_end|>, as control tokens even in messages, tools and"
+        " other parts of chats, where they otherwise are plain text.",
+    )
     generation_config: Literal["auto", "off"] = Field(
         default="auto",
         description="Whether the model's generation_config.json gives defaults for what requests to OpenAI's and"
@@ -121,7 +127,7 @@ class TextFlags(BaseModel):
     max_image_fetch_size: int = Field(
         default=1_073_741_824,
         ge=0,
-        description="No effect: no images are fetched; requests with one are refused.",
+        description="No effect: --max-image-bytes limits images, whether they are fetched or sent.",
     )
 
     @field_validator("task", mode="before")

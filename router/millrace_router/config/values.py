@@ -26,12 +26,3 @@ def split_commas(value: object) -> object:
     if isinstance(value, list | tuple):
         return tuple(part for item in value for part in str(item).split(",") if part)
     return value
-
-
-def log_level(value: object) -> object:
-    """Map TGI's names of levels, and filter directives that name no level, to ours."""
-    if not isinstance(value, str):
-        return value
-    word = value.strip().lower()
-    word = {"warn": "warning", "critical": "error"}.get(word, word)
-    return word if word in ("trace", "debug", "info", "warning", "error") else "info"

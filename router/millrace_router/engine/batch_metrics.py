@@ -9,6 +9,7 @@ from millrace_router.engine.in_flight import AnsweredStep
 from millrace_router.errors import Quarantined, RouterError
 from millrace_router.scheduler.multi_token import Progress
 from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.state_pages import StatePages
 from millrace_router.scheduler.step_plan import METHODS, StepPlan
 from millrace_router.telemetry.metrics import Metrics
 
@@ -48,22 +49,44 @@ class BatchMetrics:
         metrics.requests_paused.follow(lambda: planner().num_paused)
         metrics.batch_current_max_tokens.follow(lambda: planner().blocks.num_reserved_tokens)
         metrics.kv_blocks_in_use.follow(lambda: planner().blocks.num_owned)
-        metrics.kv_cache_usage_ratio.follow(
-            lambda: planner().blocks.num_owned / planner().blocks.num_blocks
-        )
+        metrics.kv_cache_usage_ratio.follow(lambda: planner().blocks.usage)
         metrics.kv_blocks_cached.follow(lambda: planner().blocks.num_cached)
+        metrics.kv_window_blocks_in_use.follow(
+            lambda: sum(each.num_owned for each in planner().blocks.windows)
+        )
+        metrics.kv_window_blocks_cached.follow(
+            lambda: sum(each.num_cached for each in planner().blocks.windows)
+        )
+        if planner().blocks.states is not None:
+            self._show_states(planner)
+        if planner().images is not None:
+            metrics.image_rows_in_use.follow(lambda: _image_rows(planner()))
+
+    def _show_states(self, planner: Callable[[], Planner]) -> None:
+        def states() -> StatePages:
+            pages = planner().blocks.states
+            assert pages is not None
+            return pages
+
+        self._metrics.state_pages.follow(lambda: states().num_pages)
+        self._metrics.state_pages_in_use.follow(lambda: states().num_working)
+        self._metrics.state_copies.follow(lambda: states().num_copies)
 
     def sent(self, plan: StepPlan) -> None:
         metrics = self._metrics
         if plan.has_forward:
             self._steps[plan.method].count.inc()
+        if plan.encodes:
+            metrics.image_tiles_encoded.inc(sum(part.is_last for part in plan.encodes))
         if plan.num_preempted:
             metrics.preemptions.inc(plan.num_preempted)
         if plan.chunks:
             metrics.prefill_tokens.inc(plan.load.prefill_tokens)
         if plan.admitted:
             metrics.batch_next_size.observe(len(plan.admitted))
-            metrics.prefix_cache_hit_tokens.inc(sum(row.num_cached for row in plan.admitted))
+            num_hit = sum(row.num_cached - row.num_kept for row in plan.admitted)
+            metrics.prefix_cache_hit_tokens.inc(num_hit)
+            metrics.tokens_recomputed.inc(sum(row.num_recomputed for row in plan.admitted))
         if plan.concat_reason is not None:
             metrics.batch_concat.labels(reason=plan.concat_reason).inc()
 
@@ -103,3 +126,7 @@ class BatchMetrics:
         """Count a request that ended with a failure of the shards."""
         if isinstance(error, Quarantined):
             self._metrics.requests_quarantined.inc()
+
+
+def _image_rows(planner: Planner) -> int:
+    return 0 if planner.images is None else planner.images.num_rows_used

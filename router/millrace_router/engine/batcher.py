@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from millrace_router.engine.adapter_hooks import AdapterHooks
 from millrace_router.engine.batch_metrics import BatchMetrics
+from millrace_router.engine.image_loading import ImageLoading
 from millrace_router.engine.in_flight import AnsweredStep, InFlight
 from millrace_router.engine.predictor import LatencyPredictor
+from millrace_router.engine.relay import Relay
 from millrace_router.errors import (
     GenerationError,
     GrammarFailed,
+    InternalError,
     NonFiniteOutput,
+    NotResumable,
     Quarantined,
     QueueExpired,
     RouterError,
     ShuttingDown,
+    as_failure,
 )
 from millrace_router.prediction.forecast import Estimate
 from millrace_router.recovery.epochs import EpochManager
@@ -58,10 +63,11 @@ class Batcher:
         new_entry: Callable[[ValidRequest], Entry],
         metrics: BatchMetrics,
         adapters: AdapterHooks | None = None,
+        images: ImageLoading | None = None,
     ) -> None:
         """`in_flight`, `epochs` and `adapters` use the same channel; `new_entry` makes an entry with a new id.
 
-        `adapters` is for shards that take them.
+        `adapters` is for shards that take them, `images` for a model that reads them.
         """
         self._in_flight = in_flight
         self._epochs = epochs
@@ -72,21 +78,35 @@ class Batcher:
         self._metrics = metrics
         self._wake = asyncio.Event()
         self._stopped = False
+        self._is_leaving = False
+        self.released = asyncio.Event()
+        """Set while the shards are another router's."""
+        self._stays = asyncio.Event()
+        self._relay: Relay | None = None
+        """Has all entries once another router computes them."""
+        self._num_recorded = 0
+        """Entries whose tokens are recorded."""
         self._adapters = adapters or AdapterHooks()
         self._adapters.connect(
             end=self._end,
             wake=self._wake.set,
             report=epochs.interrupt.trigger,
         )
+        self._images = images
+        if images is not None:
+            images.connect(end=self._end, wake=self._wake.set, report=epochs.interrupt.trigger)
         epochs.prepare = self._restore_adapters
+        epochs.recovery = recovery
         metrics.show(lambda: recovery.planner, waiting, predictor.wait_seconds)
 
     @property
     def _planner(self) -> Planner:
         return self._recovery.planner
 
-    def submit(self, request: ValidRequest) -> TokenStream:
+    def submit(self, request: ValidRequest, *, is_accepted: bool = False) -> TokenStream:
         """Queue a request. Its stream gets exactly one terminal event.
+
+        With `is_accepted` it is not refused as one too many: another router has accepted it.
 
         Raises:
             ShuttingDown: the server is stopping.
@@ -95,20 +115,30 @@ class Batcher:
             Overloaded: the queue is full, or the predicted wait exceeds the request's limit.
             AdapterTooLarge: its adapter is larger than the memory for adapters.
             AdapterUnavailable: its adapter could not be loaded just now.
+            NotResumable: it has tokens of another request.
 
         """
         if self._stopped:
             raise ShuttingDown
-        if (refusal := self._epochs.refusal) is not None:
+        if self._relay is None and (refusal := self._epochs.refusal) is not None:
             raise refusal
         if self._recovery.quarantine.refuses(request):
             raise Quarantined
         if request.adapter is not None:
             self._adapters.check(request.adapter)
+        if self._images is not None:
+            self._images.check(request)
         entry = self._new_entry(request)
-        self._predictor.accept(entry)
+        if entry.resume():
+            entry.accounted = True
+            return entry.stream
+        if not (entry.num_preemptions or is_accepted):
+            self._predictor.accept(entry)
+        self._num_recorded += request.choice is not None
         entry.stream.when_closed(lambda: self._on_close(entry))
-        if request.adapter is None:
+        if self._relay is not None:
+            self._relay.add(entry)
+        elif request.adapter is None:
             self._waiting.append(entry)
         else:
             self._adapters.submit(entry)
@@ -131,32 +161,75 @@ class Batcher:
             while True:
                 try:
                     async with self._epochs.interrupt:
-                        while self._in_flight or not self._recovery.must_regroup:
+                        while self._in_flight or not self._pauses:
                             await self._serve_step()
-                    await self._next_epoch()
+                    await self._next_epoch(keep=await self._leave())
                 except ShardError as error:
                     await self._recover(error)
-                except Exception as error:
+                except BaseException as error:
+                    failure = as_failure(error)
                     # A defect in one step must not end the loop.
                     log.exception("step failed")
-                    await self._recover(ShardError(repr(error)))
+                    await self._recover(ShardError(repr(failure)))
         finally:
             self._stopped = True
             watching.cancel()
             self._adapters.close_epoch()
+            if self._images is not None:
+                self._images.close_epoch()
             self._fail_admitted(GenerationError("the server is shutting down"))
             self._fail_all(ShuttingDown())
 
+    def leave(self) -> None:
+        """Let the steps in flight end, and then the shards be another router's: `released`."""
+        self._stays.clear()
+        self._is_leaving = True
+        self._wake.set()
+
+    def stay(self) -> None:
+        """Take the shards back, with all requests."""
+        self._is_leaving = False
+        self._stays.set()
+
+    def relay(self) -> Relay:
+        """Return the relay of all requests, which another router computes from now on."""
+        if self._relay is None:
+            relay = Relay(self._end)
+            entries = [*self._recovery.take_all(), *self._adapters.waiting()]
+            while len(self._waiting):
+                entries.append(self._waiting.pop())
+            for request in entries:
+                relay.add(entry_of(request))
+            self._relay = relay
+        return self._relay
+
+    async def _leave(self) -> bool:
+        """Wait while the shards are another router's; return whether the next epoch may keep KV."""
+        if not self._is_leaving:
+            return False
+        self._adapters.close_epoch()
+        keep = await self._epochs.close()
+        self.released.set()
+        await self._stays.wait()
+        self.released.clear()
+        self._epochs.interrupt.clear()
+        return keep
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether no further step is planned in this epoch."""
+        return self._recovery.must_regroup or self._is_leaving
+
     async def _serve_step(self) -> None:
         """Send steps while there is room for them, then deliver the oldest answer."""
-        while self._in_flight.has_room and not self._recovery.must_regroup:
+        while self._in_flight.has_room and not self._pauses:
             plan = await self._plan()
             if plan is None:
                 break
             await self._send(plan)
         if self._in_flight:
             self._deliver(await self._in_flight.receive())
-        elif not self._recovery.must_regroup:
+        elif not self._pauses:
             self._in_flight.idle()
             self._epochs.idle()
             self._wake.clear()
@@ -169,15 +242,19 @@ class Batcher:
             return None
         self._expire()
         # The last suspect of a group may have ended during the wait.
-        if recovery.must_regroup:
+        if self._pauses:
             return None
         self._adapters.before_plan(recovery.planner)
+        if (ledger := recovery.planner.blocks.ledger) is not None:
+            ledger.generation = in_flight.next_generation
         plan = recovery.planner.plan(
             EMPTY_QUEUE if recovery.is_searching else self._waiting,
             last_sent=in_flight.last_sent,
             last_answered=in_flight.last_answered,
         )
         self._adapters.after_plan(recovery.planner)
+        if self._images is not None:
+            self._images.after_plan(recovery.planner)
         return plan
 
     async def _send(self, plan: StepPlan) -> None:
@@ -193,12 +270,14 @@ class Batcher:
     def _deliver(self, step: AnsweredStep) -> None:
         """Deliver the tokens of a step to their streams, and drop the rows that ended with it."""
         self._learn_from(step)
-        if step.plan.has_forward:
+        if step.plan.has_forward or step.plan.encodes:
             self._epochs.step_computed()
         self._recovery.computed(step.plan)
         planner, result = self._planner, step.result
         self._deliver_prompts(step)
         self._drop_failed(result)
+        if self._num_recorded:
+            self._record(result)
         skipped = [count - 1 for slot, count in result.counts if count and planner.row(slot)]
         for slot, token_id, logprob, top in result.tokens:
             # Further tokens of a row that has ended are discarded.
@@ -209,26 +288,70 @@ class Batcher:
             assert isinstance(entry, Entry)
             if not entry.num_generated:
                 self._predictor.began(entry, step.answered_at)
-            if entry.accept(token_id, logprob, top):
+            try:
+                is_last = entry.accept(token_id, logprob, top)
+            except NotResumable as error:
+                planner.drop(row)
+                self._end(entry, error)
+                continue
+            except BaseException as error:
+                as_failure(error)
+                # A token without a text is this request's fault, not the step's.
+                log.exception("a token cannot be delivered")
+                planner.drop(row)
+                self._end(entry, InternalError())
+                continue
+            if is_last:
                 planner.end(row)
                 self._end(entry)
         planner.answered(result.number)
         self._adapters.answered(result.number)
         self._metrics.answered(step, skipped)
 
+    def _record(self, result: StepResult) -> None:
+        """Record the tokens of a step for the next router, before the first of them is sent."""
+        planner, choice = self._planner, None
+        for slot, token_id, logprob, _ in result.tokens:
+            row = planner.row(slot)
+            if row is None:
+                continue
+            entry = row.entry
+            assert isinstance(entry, Entry)
+            if entry.request.choice is None:
+                continue
+            choice = entry.request.choice
+            try:
+                entry.record(token_id, logprob)
+            except NotResumable as error:
+                planner.drop(row)
+                self._end(entry, error)
+        if choice is not None:
+            choice.flush()
+
     def _learn_from(self, step: AnsweredStep) -> None:
         """Record the positions that a step computed, and its duration."""
         plan, result, planner = step.plan, step.result, self._planner
         progress = planner.computed(
-            plan, result.failed_slots, counts=result.counts, computed=result.computed
+            plan,
+            result.failed_slots,
+            counts=result.counts,
+            computed=result.computed,
+            failed_images=result.failed_images,
         )
+        if self._images is not None and planner.images is not None:
+            self._images.computed(planner.images)
         if progress is not None:
             self._metrics.speculated(progress)
             self._predictor.yielded(progress)
         if plan.has_forward:
             if progress is not None:
                 planner.step_took(progress, step.seconds)
-            self._predictor.observe(plan.load if progress is None else progress.load, step.seconds)
+            load = plan.load if progress is None else progress.load
+            self._predictor.cost.observe(load, step.seconds)
+        elif plan.encodes:
+            # The shards may answer the step before only after this one has run.
+            seconds = max(step.seconds, result.timings.forward)
+            self._predictor.cost.observe(plan.load, seconds)
 
     def _deliver_prompts(self, step: AnsweredStep) -> None:
         """Deliver what a step computed of prompts, and note closed texts; a pooled request ends with its prompt."""
@@ -260,11 +383,16 @@ class Batcher:
         entry = entry_of(request)
         if not entry.accounted:
             entry.accounted = True
+            if entry.images and self._planner.images is not None:
+                self._planner.images.release(entry)
+            self._num_recorded -= entry.request.choice is not None
             self._predictor.ended(entry)
             self._waiting.served(entry, entry.num_generated)
             self._recovery.ended(entry)
             if entry.adapter is not None:
                 self._adapters.ended(entry)
+            if self._relay is not None:
+                self._relay.drop(entry)
         if error is not None:
             entry.stream.fail(error)
 
@@ -282,7 +410,10 @@ class Batcher:
         )
         self._metrics.failed(plans, kind)
         ending = None
-        if kind == "out_of_memory" and plans:
+        if self._encode_failed(kind, plans):
+            # No row is at fault.
+            pass
+        elif kind == "out_of_memory" and plans:
             ending = self._recovery.shrink(plans[0])
         elif kind != "planned":
             ending = self._recovery.find_poison(plans)
@@ -290,13 +421,23 @@ class Batcher:
             self._metrics.ended(ending[1])
             self._end(*ending)
         self._epochs.restart(kind, error, num_suspects=self._recovery.num_suspects)
-        await self._next_epoch()
+        await self._next_epoch(keep=self._epochs.may_keep_kv(kind))
 
-    async def _next_epoch(self) -> None:
+    def _encode_failed(self, kind: str, plans: Sequence[StepPlan]) -> bool:
+        """Return whether the step that failed has encoded pictures; those that fail again and again are given up."""
+        images, features = self._images, self._planner.images
+        if images is None or features is None or kind == "planned" or not plans:
+            return False
+        return images.failed(plans[0], features)
+
+    async def _next_epoch(self, *, keep: bool = False) -> None:
         self._in_flight.clear()
         self._adapters.close_epoch()
-        self._metrics.replayed(self._recovery.next_epoch())
-        await self._epochs.open(self._wait_for_shards)
+        if self._images is not None:
+            self._images.close_epoch()
+        self._metrics.replayed(self._recovery.next_epoch(keep=keep))
+        if not await self._epochs.open(self._wait_for_shards):
+            self._recovery.forget_kv()
 
     async def _restore_adapters(self) -> None:
         """Load the adapters of a new epoch; raises ShardError."""
@@ -320,6 +461,8 @@ class Batcher:
         while len(self._waiting):
             self._end(self._waiting.pop(), error)
         for entry in self._adapters.waiting():
+            self._end(entry, error)
+        for entry in () if self._relay is None else tuple(self._relay.entries.values()):
             self._end(entry, error)
 
     def _fail_admitted(self, error: RouterError) -> None:

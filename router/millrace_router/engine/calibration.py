@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import structlog
@@ -20,6 +20,8 @@ log = structlog.get_logger(__name__)
 
 SECONDS = 1.0
 """Time after which no further round begins: a short start matters more than the first predictions."""
+LEAST_PROMPT = 16
+"""Tokens of the shortest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,23 @@ class _Round:
     num_prompt_tokens: int
     num_new_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        """As many as if every step computed the prompts: by this number a token costs less than it does."""
+        return self.num_requests * self.num_prompt_tokens * self.num_new_tokens
+
+    def within(self, seconds: float, seconds_per_token: float, *, max_batch_size: int) -> _Round:
+        """The same of at most `max_batch_size` requests, with prompts so short that they may take `seconds`."""
+        num_requests = min(self.num_requests, max_batch_size)
+        most = self.num_prompt_tokens
+        if seconds_per_token * num_requests * most > seconds:
+            most = max(LEAST_PROMPT, int(seconds / seconds_per_token / num_requests))
+        return replace(self, num_requests=num_requests, num_prompt_tokens=most)
+
 
 ROUNDS = (
-    _Round(1, 16, 6),
+    # On a slow machine there is no other round, and these are as many steps as the first prediction needs.
+    _Round(1, LEAST_PROMPT, 8),
     _Round(1, 512, 4),
     _Round(8, 64, 6),
     _Round(32, 16, 6),
@@ -49,13 +65,17 @@ async def calibrate(batcher: Batcher, limits: Limits, *, max_batch_size: int) ->
     decides how long it waits for shards that are gone.
     """
     task = asyncio.create_task(batcher.run())
-    random, until = Random(0), time.monotonic() + SECONDS  # noqa: S311
+    random, until, seconds_per_token = Random(0), time.monotonic() + SECONDS, 0.0  # noqa: S311
     try:
-        for round_ in ROUNDS:
-            num_requests = min(round_.num_requests, max_batch_size)
-            await _run(batcher, [_request(round_, limits, random) for _ in range(num_requests)])
-            if time.monotonic() > until:
+        for each in ROUNDS:
+            begin = time.monotonic()
+            if begin > until and each is not ROUNDS[0]:
                 break
+            left = max(0.0, until - begin)
+            round_ = each.within(left, seconds_per_token, max_batch_size=max_batch_size)
+            requests = [_request(round_, limits, random) for _ in range(round_.num_requests)]
+            await _run(batcher, requests)
+            seconds_per_token = (time.monotonic() - begin) / round_.num_tokens
     except RouterError as error:
         log.warning(
             "cannot measure steps; predictions begin once requests have run", error=str(error)

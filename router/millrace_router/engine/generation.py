@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from millrace_router.errors import RouterError
+from millrace_router.errors import RouterError, as_failure
 from millrace_router.request.request import FinishReason, ValidRequest
 from millrace_router.request.token_stream import (
     Finished,
@@ -154,6 +154,9 @@ class Generation:
         self._progress = ProgressLog(self.valid.max_new_tokens, lambda: self.generated_tokens)
         self._sink: TokenSink[TokenEvent] | None = None
         self._closed = False
+        choice = self.valid.choice
+        self._num_known = 0 if choice is None else len(choice.known)
+        """Tokens that another router has counted."""
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
         """None while the generation runs, and if it fails or its client disconnects."""
@@ -217,6 +220,33 @@ class Generation:
         self._sink = sink
         self._stream.connect(self)
 
+    @property
+    def ended(self) -> bool:
+        """Whether no further token will come."""
+        return self._stream.ended
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a sink."""
+        return self._stream.is_connected
+
+    @property
+    def num_held(self) -> int:
+        """Tokens that are kept."""
+        return self._stream.num_held
+
+    def hold(self, on_token: Callable[[], None], on_connect: Callable[[], None]) -> None:
+        """Keep all tokens until `release`; call `on_token` with each, and `on_connect` when there is a sink."""
+        self._stream.hold(on_token, on_connect)
+
+    def pass_on(self) -> bool:
+        """Pass the oldest token on that is kept; False if none is."""
+        return self._stream.pass_on()
+
+    def release(self) -> None:
+        """Pass on all tokens, and further ones when they come."""
+        self._stream.release()
+
     def disconnect(self) -> None:
         """Pass nothing more to the sink; further tokens are still counted."""
         self._sink = None
@@ -224,7 +254,7 @@ class Generation:
     def token(self, event: TokenEvent) -> None:
         """Receive the next token from the stream; raises nothing."""
         self.generated_tokens = event.index
-        if self._counted:
+        if self._counted and event.index > self._num_known:
             self._record.token()
         if event.finished is not None:
             self.finish_reason = event.finished.finish_reason
@@ -234,9 +264,9 @@ class Generation:
             return
         try:
             self._sink.token(event)
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             # The caller is the batcher, which a defect of one request must not stop.
-            self.fail(error)
+            self.fail(as_failure(error))
 
     def fail(self, error: Exception) -> None:
         """Receive a failure of the generation, or a defect of the sink; raises nothing."""

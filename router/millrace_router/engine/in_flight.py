@@ -87,6 +87,11 @@ class InFlight:
         return self._channel.last_sent
 
     @property
+    def next_generation(self) -> int:
+        """The number by which shards know the next step among all of their lives."""
+        return self._channel.epoch + self._channel.last_sent + 1
+
+    @property
     def last_answered(self) -> int:
         """Number of the last step answered in this epoch; 0 before the first."""
         return self._last_answered

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -22,6 +22,7 @@ from millrace_router.errors import (
 )
 from millrace_router.prediction.forecast import Appraisal, Estimate
 from millrace_router.request.adapter import AdapterVersion
+from millrace_router.request.continuation import Answer
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import ValidRequest, seed_of_sample
 from millrace_router.request.token_stream import TokenStream
@@ -43,33 +44,58 @@ class Batcher(Protocol):
         """Predicted seconds until one more request fits; 0 while nothing is known."""
 
 
+RESERVE = 8
+"""One permit in this many is kept from a tenant that has all others."""
+MAX_ASIDE = 4
+"""Texts that are tokenized or estimated at a time without being generated from."""
+MAX_LINE_ASIDE = 64
+"""Such texts that are at work or wait."""
+
+
 class Permits:
     """Counts the permits for generations; a request without one is refused at once."""
 
     def __init__(self, total: int, drain_seconds: Callable[[], float]) -> None:
         """`drain_seconds` predicts the seconds after which a refused client may retry."""
         self.free = total
-        self._total = total
+        self.total = total
         self._drain_seconds = drain_seconds
+        self._tenants: Counter[str] = Counter()
         self._all_free = asyncio.Event()
         self._all_free.set()
 
-    def take(self, count: int = 1) -> None:
-        """Take `count` permits, or none and raise Overloaded."""
+    def take(self, count: int = 1, tenant: str | None = None) -> None:
+        """Take `count` permits, or none and raise Overloaded; a `tenant` cannot have the reserve for others."""
         if self.free < count:
             raise Overloaded(retry_after_seconds=self._drain_seconds())
+        if tenant is not None:
+            if self._tenants[tenant] + count > self.total - self.total // RESERVE:
+                raise Overloaded(
+                    "Model is overloaded by requests of this tenant",
+                    retry_after_seconds=self._drain_seconds(),
+                )
+            self._tenants[tenant] += count
         self.free -= count
         self._all_free.clear()
 
-    def give(self, count: int = 1) -> None:
+    def take_anyway(self) -> None:
+        """Take a permit for what another router has accepted, also if none is free."""
+        self.free -= 1
+        self._all_free.clear()
+
+    def give(self, count: int = 1, tenant: str | None = None) -> None:
         self.free += count
-        assert self.free <= self._total
-        if self.free == self._total:
+        assert self.free <= self.total
+        if tenant is not None:
+            self._tenants[tenant] -= count
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
+        if self.free == self.total:
             self._all_free.set()
 
     @property
     def taken(self) -> int:
-        return self._total - self.free
+        return self.total - self.free
 
     async def all_free(self) -> None:
         """Wait until no permit is taken."""
@@ -84,6 +110,10 @@ def noop(*_: object) -> None:
     """Do nothing."""
 
 
+async def no_room(_: int) -> None:
+    """Free no permit."""
+
+
 class Infer:
     """Starts generations. Every permit is released when its generation closes."""
 
@@ -95,11 +125,12 @@ class Infer:
         *,
         adapters: Resolver | None = None,
         by_adapter: bool = False,
+        by_tenant: bool = False,
         on_failure: Callable[[RouterError], None] = noop,
         on_token: Callable[[], None] = noop,
         on_entry: Callable[[float], None] = noop,
     ) -> None:
-        """Without `adapters` there are none; with `by_adapter` each is a tenant.
+        """Without `adapters` there are none; with `by_adapter` each is a tenant; with `by_tenant` each has a share.
 
         `on_entry` receives the seconds from the arrival of a request until it was queued.
         """
@@ -108,6 +139,7 @@ class Infer:
         self._metrics = metrics
         self._adapters = adapters
         self._by_adapter = by_adapter
+        self._by_tenant = by_tenant
         self._on_failure = on_failure
         self._on_token = on_token
         self._on_entry = on_entry
@@ -115,6 +147,11 @@ class Infer:
         self._draining = False
         self._digests: Counter[str] = Counter()
         self.permits = Permits(validator.limits.max_concurrent_requests, batcher.drain_seconds)
+        self.make_room: Callable[[int], Awaitable[None]] = no_room
+        """Ends generations without readers, to free so many permits."""
+        self._aside = asyncio.Semaphore(MAX_ASIDE)
+        self.line_aside = Permits(MAX_LINE_ASIDE, batcher.drain_seconds)
+        """Places in the line for the turns aside."""
 
     def adapters_in_use(self) -> frozenset[str]:
         """Return the digests of the adapters of all requests that are not closed."""
@@ -133,16 +170,44 @@ class Infer:
         """Whether new requests are refused, or soon will be."""
         return self._leaving or self._draining
 
-    @contextmanager
-    def permit(self) -> Iterator[None]:
-        """Hold a permit for work that is not a generation; raises ShuttingDown or Overloaded."""
+    @asynccontextmanager
+    async def permit(self, count: int = 1) -> AsyncIterator[None]:
+        """Hold permits for work that is not a generation, or that precedes one; raises ShuttingDown or Overloaded.
+
+        A generation that starts right after the block, without an await between, gets the same permits.
+        """
         if self._draining:
             raise ShuttingDown
-        self.permits.take()
+        await self._take(count)
         try:
             yield
         finally:
-            self.permits.give()
+            self.permits.give(count)
+
+    @asynccontextmanager
+    async def turn_aside(self, *, takes_permit: bool = True) -> AsyncIterator[None]:
+        """Hold one of the few turns for work that is not a generation, and a permit: a full server refuses it.
+
+        Estimates take none, since a full server answers them too. Raises ShuttingDown, or Overloaded also if too many
+        wait for their turn.
+        """
+        if self._draining:
+            raise ShuttingDown
+        self.line_aside.take()
+        try:
+            async with AsyncExitStack() as turn:
+                await turn.enter_async_context(self._aside)
+                if takes_permit:
+                    await turn.enter_async_context(self.permit())
+                yield
+        finally:
+            self.line_aside.give()
+
+    async def _take(self, count: int, tenant: str | None = None) -> None:
+        """Take permits, if need be from generations without readers; raises Overloaded."""
+        if self.permits.free < count:
+            await self.make_room(count - self.permits.free)
+        self.permits.take(count, tenant)
 
     async def estimate(self, request: GenerationRequest) -> Appraisal:
         """Predict one generation of `request` without running it; a full server answers too.
@@ -169,6 +234,24 @@ class Infer:
             refusal=None,
             estimate=self._batcher.estimate(validated.request),
         )
+
+    @contextmanager
+    def accepted(
+        self, submit: Callable[[ValidRequest], TokenStream], request: ValidRequest
+    ) -> Iterator[TokenStream]:
+        """Run a request that another router has accepted; raises RouterError if `submit` does."""
+        self.permits.take_anyway()
+        version = request.adapter
+        if version is not None:
+            self._digests[version.digest] += 1
+        try:
+            stream = submit(request)
+            try:
+                yield stream
+            finally:
+                stream.close()
+        finally:
+            self._release(version, None)
 
     async def start(self, request: GenerationRequest) -> Generation:
         """Validate and queue one generation; raises as `start_samples`."""
@@ -230,13 +313,14 @@ class Infer:
         self, request: GenerationRequest, record: RequestRecord, *, count: int, counted: bool
     ) -> tuple[Generation, ...]:
         """Queue `count` samples; with `counted` each counts as a request in the metrics."""
-        self.permits.take(count)
+        tenant = request.scheduling.tenant if self._by_tenant else None
+        await self._take(count, tenant)
         with ExitStack() as undo:
-            undo.callback(self.permits.give, count)
+            undo.callback(self.permits.give, count, tenant)
             validated = await self._adapted(request, await self._validator.validate(request))
             if validated.request.adapter is not None:
                 self._metrics.adapter_requests.count(validated.request.adapter.name)
-            samples = _samples_of(validated, count)
+            samples = _recorded(_samples_of(validated, count), request.answer)
             streams = self._submit(samples)
             undo.pop_all()
         self._on_entry(streams[0].queued_at - record.arrived_at)
@@ -250,14 +334,14 @@ class Infer:
                 sample=index,
                 record=record.sibling() if counted and index else record,
                 counted=counted,
-                release=partial(self._release, version),
+                release=partial(self._release, version, tenant),
             )
             for index, (sample, stream) in enumerate(zip(samples, streams, strict=True))
         )
 
-    def _release(self, version: AdapterVersion | None) -> None:
+    def _release(self, version: AdapterVersion | None, tenant: str | None) -> None:
         """Give a permit back, and the use of an adapter."""
-        self.permits.give()
+        self.permits.give(1, tenant)
         if version is not None:
             self._digests[version.digest] -= 1
             if not self._digests[version.digest]:
@@ -271,7 +355,7 @@ class Infer:
         try:
             if self._adapters is None:
                 raise AdapterNotFound(reference.name)
-            version = await self._adapters.resolve(reference, request.scheduling.tenant)
+            version = await self._adapters.resolve(reference, request.scheduling.client)
         except AdapterRemoved:
             raise
         except AdapterNotFound:
@@ -301,6 +385,15 @@ def _best_of(collected: Sequence[Collected]) -> Collected:
     scored = [replace(one, prompt=collected[0].prompt) for one in collected]
     best = max(scored, key=lambda one: one.mean_logprob)
     return replace(best, others=tuple(one for one in scored if one is not best))
+
+
+def _recorded(samples: list[Validated], answer: Answer | None) -> list[Validated]:
+    """Give each sample its choice of the answer, if that is recorded."""
+    if answer is None:
+        return samples
+    return [
+        replace(one, request=replace(one.request, choice=answer.next_choice())) for one in samples
+    ]
 
 
 def _samples_of(validated: Validated, count: int) -> list[Validated]:

@@ -62,14 +62,21 @@ class LatencyPredictor:
 
     def predict(self, entry: Entry) -> Prediction | None:
         """Predict the latencies of `entry` if it joins the queue now; None while nothing is known."""
+        num_cached = self._recovery.planner.num_cached(entry)
         prediction = self._predict(
             entry.scheduling,
             num_prompt_tokens=entry.num_prompt_tokens,
             max_new_tokens=entry.max_new_tokens,
-            num_cached=self._recovery.planner.num_cached(entry),
+            num_cached=num_cached,
         )
+        if prediction is None:
+            return None
         # It keeps its place in the queue by age, so it does not wait for its turn again after its adapter has come.
-        return None if prediction is None else prediction.after(self._adapter_seconds(entry))
+        prediction = prediction.after(self._adapter_seconds(entry))
+        if not entry.images:
+            return prediction
+        encoding = self._encoding_seconds(entry, num_cached)
+        return None if encoding is None else prediction.after(prediction.queue_seconds + encoding)
 
     def estimate(self, entry: Entry) -> Estimate:
         """Predict the times of `entry` if it arrived now."""
@@ -77,6 +84,7 @@ class LatencyPredictor:
         return Estimate(
             prediction=self.predict(entry),
             num_cached=planner.num_cached(entry),
+            num_tiles=math.ceil(self._tiles_left(entry, planner.num_cached(entry))[0]),
             num_waiting=self._num_waiting + planner.num_paused + self._recovery.num_held,
             num_running=len(planner.rows),
         )
@@ -150,21 +158,17 @@ class LatencyPredictor:
         self._expected.pop(entry.request_id, None)
         if entry.num_generated:
             limit = entry.num_generated if entry.closed else entry.max_new_tokens
-            self._forecaster.finished(
+            self._forecaster.traffic.finished(
                 num_prompt=entry.num_prompt_tokens,
                 num_generated=entry.num_generated,
                 max_new_tokens=limit,
                 num_cached=entry.stream.cached_tokens or 0,
             )
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step that took `seconds`."""
-        self.cost.observe(load, seconds)
-
     def yielded(self, progress: Progress) -> None:
         """Learn how many tokens a multi-token row yields in a step."""
         if progress.num_rows:
-            self._forecaster.yielded(progress.num_tokens, progress.num_rows)
+            self._forecaster.traffic.yielded(progress.num_tokens, progress.num_rows)
 
     def _predict(
         self,
@@ -195,6 +199,27 @@ class LatencyPredictor:
 
     def _adapter_seconds(self, entry: Entry) -> float:
         return 0.0 if entry.adapter is None else self._adapters.expected_seconds(entry.adapter)
+
+    def _tiles_left(self, entry: Entry, num_cached: int) -> tuple[float, float]:
+        images = self._recovery.planner.images
+        if images is None or not entry.images:
+            return 0.0, 0.0
+        return images.cost_left(entry, num_cached)
+
+    def _encoding_seconds(self, entry: Entry, num_cached: int) -> float | None:
+        """Seconds until the images of an admissible request are encoded; None before the first tile of all.
+
+        A step with a tile is followed by one for the rows that run.
+        """
+        own, ahead = self._tiles_left(entry, num_cached)
+        if not own:
+            return 0.0
+        if not self.cost.tile_seconds:
+            return None
+        rows = self._recovery.planner.rows.values()
+        load = StepLoad(decodes=len(rows), context=sum([row.num_kv_tokens for row in rows]))
+        between = (self.cost.seconds(load) or 0.0) if rows else 0.0
+        return (own + ahead) * (self.cost.tile_seconds + between)
 
     def _add_error(self, prediction: str, errors: deque[float], error: float) -> None:
         """Count the error of a prediction; a scrape shows the quantiles of the last ones."""

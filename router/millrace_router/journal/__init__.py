@@ -1,5 +1,5 @@
 """The journal: records every message to and from the shards, for a replay.
 
 Entry point: `journal.Journal`.
-May import: shards, telemetry, and protobuf.
+Imports: millrace_proto, request, shards, telemetry.
 """

@@ -63,6 +63,8 @@ class Kind(IntEnum):
     """Empty: the router stopped in an orderly way."""
     ADAPTER = 10
     """JSON: the digest that all ranks have in an adapter slot from now on, or null."""
+    IMAGE = 11
+    """JSON: the image in an image slot from now on: first row, tiles and, if the journal keeps token ids, digest."""
 
 
 class Record(NamedTuple):

@@ -40,16 +40,26 @@ class Header:
 
 
 _adapter = TypeAdapter(Header)
-_OPTIONAL = ("adapter_modules", "quantization", "kv_cache_dtype", "hidden_size", "headless")
+_OPTIONAL = (
+    *("adapter_modules", "quantization", "kv_cache_dtype", "quantize_activations", "int8_gain"),
+    *("hidden_size", "headless", "has_states", "vision", "operators"),
+)
 """Fields of the shards that are left out at their default."""
 
 
 def header_to_json(header: Header) -> bytes:
     """Write a header as JSON; without optional fields at their default."""
     left_out = {name for name in _OPTIONAL if not getattr(header.shard, name)}
-    exclude = {"shard": left_out}
+    # Where KV is kept changes no step.
+    exclude = {"shard": left_out, "capacity": {"has_kv_store"}}
     if "adapter_modules" in left_out:
-        exclude["capacity"] = {"adapter_pages"}
+        exclude["capacity"].add("adapter_pages")
+    if "has_states" in left_out:
+        exclude["capacity"] |= {"state_pages", "state_page_bytes"}
+    if not header.capacity.window_groups:
+        exclude["capacity"].add("window_groups")
+    if "vision" in left_out:
+        exclude["capacity"] |= {"feature_rows", "image_slots"}
     return _adapter.dump_json(header, by_alias=True, exclude=exclude)
 
 

@@ -13,6 +13,7 @@ import structlog
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.frames import Kind
 from millrace_router.journal.writer import Item, JournalWriter, NewFile
+from millrace_router.request.images import PreparedImage
 from millrace_router.telemetry.instruments import Counter
 
 MAX_WAITING = 8192
@@ -59,6 +60,12 @@ class Journal:
         """Record the adapter in a slot of the shards."""
         self._note(self._adapter_changed, {"epoch": epoch, "slot": slot, "digest": digest})
 
+    def image_put(self, epoch: int, slot: int, first_row: int, image: PreparedImage) -> None:
+        """Record the image in a slot of the shards, without its pixels."""
+        put = {"epoch": epoch, "slot": slot, "row": first_row, "tiles": image.num_tiles}
+        size = {"height": image.height, "width": image.width}
+        self._note(self._image_put, {**put, **size, "digest": image.digest.hex()})
+
     async def close(self) -> None:
         if not await asyncio.to_thread(self._writer.close):
             log.warning("the end of the journal could not be written")
@@ -84,6 +91,9 @@ class Journal:
 
     def _adapter_changed(self, change: Mapping[str, Any]) -> None:
         self._put(Item(Kind.ADAPTER, time.time_ns(), change))
+
+    def _image_put(self, put: Mapping[str, Any]) -> None:
+        self._put(Item(Kind.IMAGE, time.time_ns(), put))
 
     def _begin_epoch(self, epoch: int) -> None:
         """Begin a new file if the last one is full or has ended, and the queue has room for it."""

@@ -68,7 +68,24 @@ class AdapterChanged:
     """None: the slot is free."""
 
 
-Event = Sent | Answered | Failed | AdapterChanged
+@dataclass(frozen=True, slots=True)
+class ImagePut:
+    """All ranks have the pixels of an image in a slot."""
+
+    time_ns: int
+    epoch: int
+    slot: int
+    first_row: int
+    """The row of the features of its first tile."""
+    num_tiles: int
+    digest: str | None
+    """None: the journal keeps no token ids, and no digests."""
+    height: int = 0
+    """Of a tile, in pixels; 0 in journals of older versions."""
+    width: int = 0
+
+
+Event = Sent | Answered | Failed | AdapterChanged | ImagePut
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +215,8 @@ class _Joiner:
                 yield self._answer(record)
             case Kind.ADAPTER:
                 yield from self._adapter(record)
+            case Kind.IMAGE:
+                yield from self._image(record)
             case Kind.FAILURE:
                 yield _failure(record)
             case _:
@@ -223,6 +242,20 @@ class _Joiner:
         if epoch == self._epoch and self._adapters.get(slot) != digest:
             self._adapters[slot] = digest
             yield AdapterChanged(record.time_ns, epoch, slot, digest)
+
+    def _image(self, record: Record) -> Iterator[Event]:
+        put = json.loads(record.payload)
+        if put["epoch"] == self._epoch:
+            yield ImagePut(
+                record.time_ns,
+                put["epoch"],
+                put["slot"],
+                put["row"],
+                put["tiles"],
+                put.get("digest"),
+                put.get("height", 0),
+                put.get("width", 0),
+            )
 
     def _answer(self, record: Record) -> Answered:
         answer = pb.StepResponse.FromString(record.payload)

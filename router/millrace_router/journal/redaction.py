@@ -1,8 +1,8 @@
 """Removes the fields of a message that reveal the text, unless the journal keeps tokens.
 
 Log probabilities reveal it too: with the model, the token of each log probability can be found position by position.
-So do embeddings, and a checksum of few ids. These fields are removed with the ids; lengths, parameters, seeds, slots,
-blocks and times are written.
+So do embeddings, a checksum of few ids, and the keys of sealed blocks, which are hashes of their ids. These fields are
+removed with the ids; lengths, parameters, seeds, slots, blocks and times are written.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import secrets
 from array import array
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from hashlib import blake2b
+from typing import Any
 
 from millrace_proto import generate_pb2 as pb
 
@@ -50,7 +51,7 @@ class Redaction:
         """
         if self._keeps_tokens:
             return
-        for sequence in _admitted(message):
+        for sequence in _change(message).admitted:
             note = {
                 "request_id": sequence.request_id,
                 "slot": sequence.slot,
@@ -61,12 +62,15 @@ class Redaction:
             yield json.dumps(note).encode()
 
     def request(self, message: pb.StepRequest) -> bytes:
-        """Serialize `message`, with zeros for removed ids."""
-        if self._keeps_tokens or not _admitted(message):
+        """Serialize `message`, with zeros for removed ids and keys."""
+        change = _change(message)
+        if self._keeps_tokens or not (change.admitted or change.sealed_keys):
             return message.SerializeToString()
         blank = pb.StepRequest()
         blank.CopyFrom(message)
-        for sequence in _admitted(blank):
+        change = _change(blank)
+        change.sealed_keys[:] = [bytes(len(key)) for key in change.sealed_keys]
+        for sequence in change.admitted:
             _fill_with_zeros(sequence.input_ids)
             parameters = sequence.parameters
             _fill_with_zeros(parameters.bias_ids)
@@ -88,6 +92,12 @@ class Redaction:
             blank.ClearField(name)  # type: ignore[arg-type]
         return blank.SerializeToString()
 
+    def fields(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields of another record; the digest of an image would show that it is a known one."""
+        if self._keeps_tokens or "tiles" not in content:
+            return content
+        return {name: value for name, value in content.items() if name != "digest"}
+
     def _hash(self, sequence: pb.Sequence) -> str:
         ids = array(_IDS, sequence.input_ids).tobytes()
         return blake2b(ids, digest_size=HASH_BYTES, key=self._key).hexdigest()
@@ -99,10 +109,6 @@ def _fill_with_zeros(ids: MutableSequence[int]) -> None:
     ids.extend([0] * count)
 
 
-def _admitted(message: pb.StepRequest) -> list[pb.Sequence]:
-    work = message.WhichOneof("work")
-    if work == "prefill":
-        return list(message.prefill.change.admitted)
-    if work == "decode":
-        return list(message.decode.change.admitted)
-    return []
+def _change(message: pb.StepRequest) -> pb.BatchChange:
+    """The change of the batch in `message`; an empty one if it has none."""
+    return (message.decode if message.HasField("decode") else message.prefill).change

@@ -134,7 +134,8 @@ class JournalWriter:
         elif isinstance(content, pb.StepResponse):
             payload = self._redaction.answer(content)
         else:
-            payload = json.dumps(content).encode()
+            assert not isinstance(content, NewFile)
+            payload = json.dumps(self._redaction.fields(content)).encode()
         self._add(pack(item.kind, item.time_ns, payload))
 
     def _begin(self, time_ns: int, new: NewFile) -> None:

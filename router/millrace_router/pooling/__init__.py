@@ -1,5 +1,5 @@
 """Embeddings and scores: which of them a model has, and how its prompts are made.
 
 Entry points: `model.pooling_of`, `prompts.tokens_of`.
-May import: request, text.
+Imports: errors, millrace_proto, request, text.
 """

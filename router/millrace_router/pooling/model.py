@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from millrace_proto.small_files import read_small_file
 from millrace_router.pooling.prompts import ScoreTemplate
 from millrace_router.request.request import Pooling, Task
 from millrace_router.text.chat_template import ChatTemplate
@@ -135,7 +136,7 @@ def _object(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> Any:  # noqa: ANN401
     """Return the JSON of a file, None if there is none; raises ModelFilesError."""
     try:
-        return orjson.loads(path.read_bytes())
+        return orjson.loads(read_small_file(path))
     except FileNotFoundError:
         return None
     except (OSError, orjson.JSONDecodeError) as error:

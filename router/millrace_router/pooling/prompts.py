@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
 from millrace_router.errors import TemplateError
 from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.control_tokens import GuardedText
 from millrace_router.text.tokenizer import Tokenizer
 
 QWEN3_SOURCE = """\
@@ -39,6 +40,15 @@ class PairText:
 
     before: str
     after: str
+    guarded: Callable[[str], str] | None = None
+    """Returns the whole text for a document that may have control tokens; None if they count as such."""
+
+    def whole(self, document: str) -> str:
+        """Return the text with a document in it."""
+        text = self.before + document + self.after
+        whole = text if self.guarded is None else self.guarded(document)
+        # A template that changes the document could not be cut to a length.
+        return whole if whole == text else text
 
 
 class ScoreTemplate:
@@ -53,22 +63,34 @@ class ScoreTemplate:
         source = template.source or ""
         if all(role.search(source) for role in _ROLES):
             return cls(template)
-        return cls(ChatTemplate(QWEN3_SOURCE, special_tokens=template.special_tokens))
+        own, control = template.special_tokens, template.control_tokens
+        return cls(ChatTemplate(QWEN3_SOURCE, special_tokens=own, control_tokens=control))
 
     async def around_document(self, query: str, instruction: str | None) -> PairText:
         """Render the prompt of `query`; raises TemplateError."""
         mark = uuid.uuid4().hex
-        messages: Sequence[dict[str, str]] = [
-            {"role": "query", "content": query},
-            {"role": "document", "content": mark},
-        ]
+        others = [{"role": "query", "content": query}]
         if instruction is not None:
-            messages = [{"role": "system", "content": instruction}, *messages]
-        text = await self._template.render_async(messages, add_generation_prompt=True)
+            others = [{"role": "system", "content": instruction}, *others]
+
+        def turns(document: str) -> list[dict[str, str]]:
+            return [*others, {"role": "document", "content": document}]
+
+        template, control = self._template, self._template.control_tokens
+        text = await template.render_async(turns(mark), add_generation_prompt=True)
         before, separator, after = text.partition(mark)
         if not separator:
             raise TemplateError("the template leaves out the document")
-        return PairText(before, after)
+        if control is None:
+            return PairText(before, after)
+        needs_guard = isinstance(text, GuardedText)
+
+        def guarded(document: str) -> str:
+            if not needs_guard and not control.may_be_in(document):
+                return before + document + after
+            return template.render(turns(document), add_generation_prompt=True)
+
+        return PairText(before, after, guarded)
 
 
 Ids = tuple[int, ...]
@@ -117,7 +139,7 @@ def pair_tokens(
     tokenizer: Tokenizer, around: PairText, document: str, truncation: Truncation | None
 ) -> Ids:
     """Tokenize a document within its prompt; only the document's tokens are cut. Raises TokenizerError."""
-    text = around.before + document + around.after
+    text = around.whole(document)
     if truncation is None:
         return tokenizer.encode(text, add_special_tokens=False)
     tokens = tokenizer.encode_with_starts(text, add_special_tokens=False)

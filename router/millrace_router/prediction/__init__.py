@@ -1,5 +1,5 @@
 """Pure forecasts: the cost of a step, and when a request is served.
 
 Entry points: `cost.CostModel`, `forecast.Forecaster`.
-May import: errors.
+Imports: scheduler.
 """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from millrace_router.prediction.least_squares import NormalEquations, solve_nonnegative
 from millrace_router.prediction.step_load import StepLoad
@@ -52,6 +53,14 @@ class ResidualCosts:
                 self._gram[i][j] += weight * counts[i] * counts[j]
         self._fit()
 
+    def learned(self) -> list[Any]:
+        """Return all that it has learned, in types of JSON, for `resume`."""
+        return [self.costs, self._gram, self._moment, self._assumed, self._trust]
+
+    def resume(self, learned: list[Any]) -> None:
+        """Continue from the result of `learned`."""
+        self.costs, self._gram, self._moment, self._assumed, self._trust = learned
+
     def idle(self, memory: int) -> None:
         """Count a step without such counts, by `memory` of which the observations fade, so that no bad one lasts."""
         if self._gram[0][0]:
@@ -92,6 +101,10 @@ EXTRA_COEFFICIENTS = ("extra_step", "extra_position")
 """Seconds for: any step with decodes of several KV positions; each such position beyond a row's first."""
 ADAPTER_COEFFICIENTS = ("adapter_byte", "adapter_slice")
 """Seconds for: each byte of the adapters in a step; each slice of 16 ranks that a position is multiplied with."""
+TILE_COEFFICIENT = "tile"
+"""Seconds for each tile of an image, or 256 features of one of any size. A step that encodes does nothing else."""
+_TILE_RATE = 1 / 16
+"""Weight of one tile in the mean, once there were as many."""
 _ADAPTER_UNITS = (1e6, 1e3)
 _EXTRA_TRUST = 4.0
 """Weight of the assumed costs of extra positions, in steps of `_TYPICAL_EXTRA` of them."""
@@ -118,6 +131,8 @@ _NEW_MACHINE = 2.0
 """A change of pace beyond this factor rescales the observations too, because they would fade too slowly."""
 _LEAST_OBSERVED = 8
 """Observations before the first prediction: a prompt and some decodes."""
+FIRST_PROMPT_TOKENS = 256
+"""Most prompt tokens of a step before the first prediction, so that it is short on any machine."""
 _FIT_EVERY = 32
 """Observations between fits, which bounds the cost of fitting per step."""
 
@@ -128,6 +143,10 @@ class StepJitter:
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
         self.add = self._ratios.append
+
+    def learned(self) -> list[float]:
+        """Return the ratios, for another one to add."""
+        return list(self._ratios)
 
     def ratios(self) -> list[float]:
         """Return the ratios in their order, scaled to a mean of 1; empty before there are `NUM_RATIOS`.
@@ -200,19 +219,23 @@ class CostModel:
         """The last step, if it had extra positions."""
         self._num_observed = 0
         self._next_fit = _LEAST_OBSERVED
+        self._tile = 0.0
+        """Seconds for a tile; 0 before the first."""
+        self._num_tiles = 0
 
     @classmethod
     def fixed(cls, coefficients: Mapping[str, float]) -> CostModel:
         """Return a model with given coefficients, by the names of `COEFFICIENTS`, that learns nothing.
 
         Those of `EXTRA_COEFFICIENTS` may be absent: an extra position then costs as much as a row. Without those of
-        `ADAPTER_COEFFICIENTS` adapters cost nothing.
+        `ADAPTER_COEFFICIENTS` adapters cost nothing, and without `TILE_COEFFICIENT` images.
 
         Raises:
             ValueError: one is missing, unknown, negative or not finite.
 
         """
-        if set(coefficients) - {*EXTRA_COEFFICIENTS, *ADAPTER_COEFFICIENTS} != set(COEFFICIENTS):
+        optional = {*EXTRA_COEFFICIENTS, *ADAPTER_COEFFICIENTS, TILE_COEFFICIENT}
+        if set(coefficients) - optional != set(COEFFICIENTS):
             raise ValueError(f"a cost model needs the coefficients {', '.join(COEFFICIENTS)}")
         if not all(0.0 <= value < math.inf for value in coefficients.values()):
             raise ValueError(f"costs must be finite and not negative: {dict(coefficients)}")
@@ -225,6 +248,7 @@ class CostModel:
             coefficients.get(name, 0.0) * unit
             for name, unit in zip(ADAPTER_COEFFICIENTS, _ADAPTER_UNITS, strict=True)
         ]
+        model._tile = float(coefficients.get(TILE_COEFFICIENT, 0.0))
         model._frozen = True
         return model
 
@@ -251,12 +275,54 @@ class CostModel:
         if any(self._adapters.costs):
             pairs = zip(ADAPTER_COEFFICIENTS, self._adapters.costs, _ADAPTER_UNITS, strict=True)
             named |= {name: cost / unit for name, cost, unit in pairs}
+        if self._tile:
+            named[TILE_COEFFICIENT] = self._tile
         return named
+
+    def learned(self) -> dict[str, Any]:
+        """Return all that it has learned, in types of JSON, for `resumed`."""
+        return {
+            "coefficients": self._coefficients,
+            "pace": self._pace,
+            "observed": (self._num_observed, self._next_fit),
+            "turn_seconds": self.overhead.turn_seconds,
+            "tiles": (self._tile, self._num_tiles),
+            "ratios": self.jitter.learned(),
+            **{name: part.learned() for name, part in self._parts()},
+        }
+
+    @classmethod
+    def resumed(cls, learned: Mapping[str, Any]) -> CostModel:
+        """Return a model that continues from the result of `learned`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such result.
+
+        """
+        model = cls()
+        model._coefficients, model._pace = learned["coefficients"], learned["pace"]
+        model._num_observed, model._next_fit = learned["observed"]
+        model.overhead.turn_seconds = learned["turn_seconds"]
+        model._tile, model._num_tiles = learned["tiles"]
+        for ratio in learned["ratios"]:
+            model.jitter.add(ratio)
+        for name, part in model._parts():
+            part.resume(learned[name])
+        return model
+
+    def _parts(self) -> Iterator[tuple[str, NormalEquations | ResidualCosts]]:
+        yield "decode_steps", self._decode_steps
+        yield "prefill_steps", self._prefill_steps
+        yield "extra", self._extra
+        yield "adapters", self._adapters
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from an answered step; one without a forward pass or without a duration does not count."""
-        computes = load.decodes or load.prefill_tokens
+        computes = load.decodes or load.prefill_tokens or load.tiles
         if self._frozen or not computes or not 0.0 < seconds < math.inf:
+            return
+        if load.tiles:
+            self._observe_tiles(load.tiles, seconds)
             return
         features = _features(load)
         plain = self._pace * sum(map(float.__mul__, self._coefficients, features))
@@ -284,8 +350,26 @@ class CostModel:
             self._next_fit += min(self._next_fit, _FIT_EVERY)
             self._fit()
 
+    def _observe_tiles(self, count: float, seconds: float) -> None:
+        """Learn from an encoding step; one that takes too long pulls no harder than one that takes no time."""
+        self._num_tiles += 1
+        rate, each = max(_TILE_RATE, 1 / self._num_tiles), seconds / count
+        self._tile += rate * (min(each, 2 * self._tile) - self._tile) if self._tile else each
+
+    @property
+    def tile_seconds(self) -> float:
+        """Seconds that a tile of an image takes; 0 before the first one."""
+        return self._tile
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are predictions."""
+        return bool(self._coefficients)
+
     def seconds(self, load: StepLoad) -> float | None:
         """Return the expected duration of a step; None before the first fit."""
+        if load.tiles:
+            return load.tiles * self._tile if self._tile else None
         if not self._coefficients:
             return None
         seconds = sum(map(float.__mul__, self._coefficients, _features(load)))
@@ -304,25 +388,6 @@ class CostModel:
             return None
         pace, (once, each) = self._pace, self._extra.costs
         return pace * once, pace * each, pace * self._coefficients[2]
-
-    def prefill_tokens_within(
-        self,
-        seconds: float,
-        *,
-        decodes: int,
-        context: int,
-        start: int,
-        least: int,
-        most: int,
-        extra_positions: int = 0,
-    ) -> int:
-        """The most prompt tokens, from position `start` on, that keep a step with these decodes within `seconds`.
-
-        At least `least`, even if the step then takes longer, and at most `most`; `most` before the first fit.
-        """
-        load = StepLoad(decodes=decodes, context=context, extra_positions=extra_positions)
-        rest = self.seconds_for_prompts(seconds, load)
-        return max(least, self.prompt_tokens_within(rest, start=start, most=most))
 
     def seconds_beside_prompts(self, load: StepLoad) -> float | None:
         """The duration of a step of `load` with prompts, less what their tokens cost; None before the first fit."""

@@ -43,6 +43,8 @@ class Estimate:
     """None until the cost model has observed enough."""
     num_cached: int
     """Prompt tokens that are in the prefix cache now."""
+    num_tiles: int = 0
+    """Tiles of its images that have to be encoded; 256 features of an image of any size count as one."""
     num_waiting: int
     num_running: int
 
@@ -85,12 +87,19 @@ class _Step:
     """Its duration without prompts."""
     room: int
     """Prompt tokens that it can hold in addition to its decodes."""
+    room_seconds: float
+    """Seconds that those may take."""
+
+    def num_steps(self, num_tokens: float, start: float = 0.0) -> float:
+        """Steps that a prompt takes from position `start` on."""
+        seconds = self.cost.prompt_seconds(num_tokens, start=start)
+        return max(num_tokens / self.room, seconds and seconds / self.room_seconds)
 
     def prompt_seconds(self, num_tokens: float, start: float = 0.0) -> float:
         """Seconds that a prompt, computed from position `start` on, adds to the steps that it shares with decodes."""
         if num_tokens <= 0.0:
             return 0.0
-        num_steps = math.ceil(num_tokens / self.room)
+        num_steps = math.ceil(self.num_steps(num_tokens, start))
         tokens = self.cost.prompt_seconds(num_tokens, start=start)
         return num_steps * self.cost.prefill_step_seconds + tokens
 
@@ -116,8 +125,9 @@ class Forecaster:
         target_inter_token_latency: float | None = None,
         steps_in_flight: int = 2,
         late: LatePlanning | None = None,
+        traffic: TrafficStatistics | None = None,
     ) -> None:
-        """The limits are as in `Budgets`."""
+        """The limits are as in `Budgets`; `traffic` learns from answers."""
         self._cost = cost
         self._max_batch_size = max_batch_size
         self._max_batch_prefill_tokens = max_batch_prefill_tokens
@@ -125,22 +135,10 @@ class Forecaster:
         self._num_blocks = num_blocks
         self._reserve_all = reserve_all
         self._shortest_first = shortest_first
-        self._target = target_inter_token_latency or math.inf
+        self._target = target_inter_token_latency
         self._depth = steps_in_flight
         self._late = late or LatePlanning(cost, most=0.0)
-        self._traffic = TrafficStatistics()
-        self.yielded = self._traffic.yielded
-
-    def finished(
-        self, *, num_prompt: int, num_generated: int, max_new_tokens: int, num_cached: int = 0
-    ) -> None:
-        """Learn from an answer; for one whose client left, `max_new_tokens` is `num_generated`."""
-        self._traffic.finished(
-            num_prompt=num_prompt,
-            num_generated=num_generated,
-            max_new_tokens=max_new_tokens,
-            num_cached=num_cached,
-        )
+        self.traffic = traffic or TrafficStatistics()
 
     def predict(
         self,
@@ -161,7 +159,7 @@ class Forecaster:
         is the number of seconds since the oldest step in flight began. Without the loads `in_flight`, the oldest first,
         steps like most others are taken to be in flight.
         """
-        traffic = self._traffic
+        traffic = self.traffic
         queue = self._queue(list(rows), ahead, num_prompt_tokens, num_cached, max_new_tokens)
         length = traffic.lengths.expected(max_new_tokens)
         step = self._typical_step(queue, num_prompt_tokens + length / 2)
@@ -169,8 +167,9 @@ class Forecaster:
             return None
         planned, begins = self._next_step(queue, step, now_in_step, in_flight)
         wait, num_left = self._queue_seconds(queue, step), queue.num_left
-        first = begins + wait + math.ceil(num_left / step.room) * step.seconds
-        first += step.prompt_seconds(num_left, num_prompt_tokens - num_left)
+        start = num_prompt_tokens - num_left
+        first = begins + wait + math.ceil(step.num_steps(num_left, start)) * step.seconds
+        first += step.prompt_seconds(num_left, start)
         between = step.seconds
         if queue.running:
             # The load stays as it is: each row that ends is replaced by a request with a prompt.
@@ -201,7 +200,7 @@ class Forecaster:
     def mean_request(self, rows: Iterable[RunningRow]) -> tuple[int, int]:
         """Return prompt tokens and new tokens of a request like the mean of the last ones."""
         longest = max((row.max_tokens for row in rows), default=1)
-        traffic = self._traffic
+        traffic = self.traffic
         return max(1, round(traffic.mean_prompt)), max(1, round(traffic.mean_length(longest)))
 
     def _queue(
@@ -221,7 +220,7 @@ class Forecaster:
             running,
             num_kv_tokens,
             num_ahead,
-            tokens_ahead / max(1, num_ahead) * self._traffic.computed_share,
+            tokens_ahead / max(1, num_ahead) * self.traffic.computed_share,
             num_free,
             max(1, num_prompt_tokens - num_cached),
             max_new_tokens,
@@ -258,19 +257,9 @@ class Forecaster:
         if seconds is None or beside is None:
             return None
         room = max(self._block_size, self._max_batch_prefill_tokens - decodes)
-        target = self._target
-        if self._shortest_first:
-            target = min(target, max_step_seconds(beside))
-        if target < math.inf and num_rows:
-            room = self._cost.prefill_tokens_within(
-                target,
-                decodes=decodes,
-                context=context,
-                start=0,
-                least=self._block_size,
-                most=room,
-            )
-        return _Step(self._cost, decodes, seconds, room)
+        longest = max_step_seconds(seconds, beside, num_rows, self._target)
+        least = self._cost.prompt_seconds(self._block_size, start=0)
+        return _Step(self._cost, decodes, seconds, room, max(longest - beside, least))
 
     def _next_step(
         self, queue: _Queue, step: _Step, now_in_step: float, in_flight: Sequence[StepLoad]
@@ -302,7 +291,8 @@ class Forecaster:
         if self._shortest_first and has_slot and queue.num_left <= longest_overtaking(longest):
             return 0.0
         unfinished = sum([each for each, _ in left])
-        num_steps = (unfinished + queue.num_ahead * queue.prompt_ahead) / step.room
+        num_steps = step.num_steps(unfinished, start)
+        num_steps += queue.num_ahead * step.num_steps(queue.prompt_ahead)
         if not has_slot:
             num_steps = max(num_steps, self._steps_until_slot(queue))
         # Rows that end leave a slot at the end of a step; without rows, none is in flight.
@@ -314,8 +304,8 @@ class Forecaster:
         """Steps until one row more has ended than there are requests ahead without a slot."""
         # A row ends, and its slot is free, `depth` steps after the plan of its last token.
         turnover = 2 * (self._depth - 1)
-        lengths = self._traffic.steps_to_come(queue.max_new_tokens)
-        ends = [turnover + 1 + left for left in self._traffic.steps_left(queue.running)]
+        lengths = self.traffic.steps_to_come(queue.max_new_tokens)
+        ends = [turnover + 1 + left for left in self.traffic.steps_left(queue.running)]
         ends.extend(turnover + next(lengths) for _ in range(min(queue.num_free, queue.num_ahead)))
         if not ends:
             return 0.0
@@ -323,5 +313,5 @@ class Forecaster:
         num_ends = queue.num_ahead - queue.num_free
         for length in islice(lengths, min(num_ends, _MOST_ENDS)):
             heapreplace(ends, ends[0] + length + turnover)
-        mean = self._traffic.mean_steps(queue.max_new_tokens) + turnover
+        mean = self.traffic.mean_steps(queue.max_new_tokens) + turnover
         return ends[0] + max(0, num_ends - _MOST_ENDS) * mean / len(ends)

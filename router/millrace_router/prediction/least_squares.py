@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 _TOLERANCE = 1e-9
 """A gradient below this share of its moment is a rounding error."""
@@ -76,6 +77,16 @@ class NormalEquations:
         self._moment = [0.0] * size
         self._unit = 1.0
         """Weight of the next observation; it grows, which fades the earlier ones at no cost."""
+
+    def learned(self) -> list[Any]:
+        """Return all that it has learned, in types of JSON, for `resume`."""
+        return [self._unit, self._gram, self._moment]
+
+    def resume(self, learned: list[Any]) -> None:
+        """Continue from the result of `learned`. Raises ValueError: that is of another size."""
+        self._unit, self._gram, self._moment = learned
+        if [self._size] * 2 != [len(self._gram), len(self._moment)]:
+            raise ValueError(f"not normal equations of {self._size} unknowns")
 
     def add(self, features: Sequence[float], seconds: float, weight: float) -> None:
         """Count one observation; features past `size` must be 0."""

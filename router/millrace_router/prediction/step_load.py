@@ -25,6 +25,13 @@ class StepLoad:
     """Bytes of the adapters of its rows on a rank, each adapter once."""
     adapter_slices: int = 0
     """Sum over its positions of the slices of 16 ranks, of all layers, that each is multiplied with."""
+    tiles: float = 0.0
+    """Tiles of images that it encodes, or the share of a tile's layers; nothing else is in such a step."""
+
+    @property
+    def num_tokens(self) -> int:
+        """KV positions that it fills."""
+        return self.prefill_tokens + self.decodes + self.extra_positions
 
     def with_extra(self, num_extra: int) -> StepLoad:
         """Return the load with another number of extra positions, which attend to as much as the others."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import Protocol
+from typing import Any, Protocol
 
 _NUM_ANSWERS = 256
 """Answers that the lengths are taken from: enough for a tail, while traffic changes within minutes."""
@@ -132,9 +132,31 @@ class TrafficStatistics:
         self.mean_prompt = 0.0
         """Mean number of prompt tokens to compute."""
 
+    def learned(self) -> dict[str, Any]:
+        """Return all that it has learned, in types of JSON, for `resumed`."""
+        return {
+            "answers": list(self.lengths.recent),
+            "means": (self.computed_share, self.tokens_per_step, self.mean_prompt),
+        }
+
+    @classmethod
+    def resumed(cls, learned: Mapping[str, Any]) -> TrafficStatistics:
+        """Return statistics that continue from the result of `learned`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such result.
+
+        """
+        traffic = cls()
+        for num_generated, has_ended in learned["answers"]:
+            traffic.lengths.add(num_generated, num_generated + has_ended)
+        traffic.computed_share, traffic.tokens_per_step, traffic.mean_prompt = learned["means"]
+        return traffic
+
     def finished(
-        self, *, num_prompt: int, num_generated: int, max_new_tokens: int, num_cached: int
+        self, *, num_prompt: int, num_generated: int, max_new_tokens: int, num_cached: int = 0
     ) -> None:
+        """Learn from an answer; for one whose client left, `max_new_tokens` is `num_generated`."""
         self.lengths.add(num_generated, max_new_tokens)
         num_computed = num_prompt - num_cached
         share = num_computed / max(1, num_prompt)

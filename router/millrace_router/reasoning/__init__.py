@@ -1,5 +1,5 @@
 """Reasoning: separates a model's thought from its answer, and puts the thought before grammars and budgets.
 
 Entry points: `formats.reasoning_of_model`, `reasoning_format.ReasoningFormat`.
-May import: tool_calls, request, text, config, errors.
+Imports: config, errors, request, text, tool_calls.parsing.
 """

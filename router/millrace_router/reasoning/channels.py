@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from millrace_router.reasoning.reasoning_format import (
     ANSWER,
     ReasoningFormat,
-    Split,
+    Splitter,
     Start,
     ThoughtLimit,
 )
@@ -41,7 +40,7 @@ _RECIPIENT = re.compile(r"\bto=\S")
 _ROLE = re.compile(r"<\|start\|>(?:assistant)?")
 
 
-class ChannelSplitter:
+class ChannelSplitter(Splitter):
     """Reads messages: a header with channel and recipient, `<|message|>`, text, and a marker that ends it.
 
     The text of the channel `analysis` is thought. Messages with a recipient are calls: they become answer as they are
@@ -49,36 +48,12 @@ class ChannelSplitter:
     """
 
     def __init__(self, start: Start, *, keeps_calls: bool) -> None:
+        super().__init__(start)
         self._keeps_calls = keeps_calls
-        self._rest = ""
-        """Undecided text."""
-        self._is_last = False
         self._has_thought = False
-        self._thoughts: list[str] = []
-        self._answers: list[str] = []
-        self.thinks = start is Start.OPEN
         self._headers: tuple[str, ...] = (START, CHANNEL, MESSAGE, EARLY_RECIPIENT)
         """Texts that begin a header."""
-        self._step: Callable[[], bool] = self._in_thought if self.thinks else self._between
-
-    def push(self, text: str) -> Split:
-        self._rest += text
-        return self._split()
-
-    def finish(self) -> Split:
-        """Split the held text as the end of the answer; the beginning of a header is dropped."""
-        self._is_last = True
-        return self._split()
-
-    def _split(self) -> Split:
-        while self._rest and self._step():
-            pass
-        split = Split("".join(self._thoughts), "".join(self._answers))
-        self._thoughts.clear()
-        self._answers.clear()
-        return split
-
-    # Each step removes decided text from `_rest`, and returns whether another step can go on.
+        self._step = self._in_thought if self.thinks else self._between
 
     def _between(self) -> bool:
         """Before a message: text that is no header belongs to the answer."""

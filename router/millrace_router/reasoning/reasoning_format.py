@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from millrace_router.reasoning.thought_grammar import answer_rule
 from millrace_router.request.request import Grammar, GrammarKind
@@ -31,18 +31,43 @@ class Split(NamedTuple):
     answer: str
 
 
-class Splitter(Protocol):
-    """Splits one answer; the cuts between pushed pieces make no difference to the joined parts."""
+class Splitter:
+    """Splits one answer; the cuts between pushed pieces make no difference to the joined parts.
 
-    @property
-    def thinks(self) -> bool:
+    `_step` removes decided text from `_rest`, adds it to a part, and returns whether another step can go on.
+    """
+
+    _step: Callable[[], bool] | None
+    """None within an answer that nothing ends."""
+
+    def __init__(self, start: Start) -> None:
+        self.thinks = start is Start.OPEN
         """Whether the text so far ends within a thought."""
+        self._rest = ""
+        """Undecided text."""
+        self._is_last = False
+        self._thoughts: list[str] = []
+        self._answers: list[str] = []
 
     def push(self, text: str, /) -> Split:
         """Split more text; text that may begin a tag is held back."""
+        if self._step is None:
+            return Split("", text)
+        self._rest += text
+        return self._split()
 
     def finish(self) -> Split:
-        """Split the held text as the end of the answer."""
+        """Split the held text as the end of the answer; the beginning of a header is dropped."""
+        self._is_last = True
+        return self._split()
+
+    def _split(self) -> Split:
+        while self._rest and self._step is not None and self._step():
+            pass
+        split = Split("".join(self._thoughts), "".join(self._answers))
+        self._thoughts.clear()
+        self._answers.clear()
+        return split
 
 
 ANSWER = "answer"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace_router.reasoning.reasoning_format import (
     ANSWER,
     ReasoningFormat,
-    Split,
+    Splitter,
     Start,
     ThoughtLimit,
 )
@@ -48,43 +48,15 @@ class Tags:
         )
 
 
-class TagSplitter:
+class TagSplitter(Splitter):
     """Finds at most one thought, at the beginning; tags in the answer are text."""
 
     def __init__(self, tags: Tags, start: Start) -> None:
+        super().__init__(start)
         self._tags = tags
-        self._start = start
-        self._rest = ""
-        """Undecided text."""
-        self._is_last = False
         self._begins = True
         """Whether the part has no text yet, so that its first characters may be trimmed."""
-        self._thoughts: list[str] = []
-        self._answers: list[str] = []
-        self._step: Callable[[], bool] | None = self._at_start
-        """None within an answer that nothing ends."""
-        self.thinks = start is Start.OPEN
-
-    def push(self, text: str) -> Split:
-        if self._step is None:
-            return Split("", text)
-        self._rest += text
-        return self._split()
-
-    def finish(self) -> Split:
-        """Split the held text as the end of the answer."""
-        self._is_last = True
-        return self._split()
-
-    def _split(self) -> Split:
-        while self._step is not None and self._step():
-            pass
-        split = Split("".join(self._thoughts), "".join(self._answers))
-        self._thoughts.clear()
-        self._answers.clear()
-        return split
-
-    # Each step removes decided text from `_rest`, and returns whether another step can go on.
+        self._step = self._at_start
 
     def _at_start(self) -> bool:
         begin = len(self._rest) - len(self._rest.lstrip(BLANKS))

@@ -1,5 +1,5 @@
 """Fault tolerance: epochs, hang detection, poison requests and OOM backoff.
 
 Entry points: `epochs.EpochManager`, `recovery_policy.RecoveryPolicy`.
-May import: shards, scheduler, request, prediction, telemetry.
+Imports: errors, millrace_proto, prediction, request, scheduler, shards, telemetry.
 """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 
 import structlog
@@ -12,6 +14,7 @@ from millrace_router.errors import RouterError, ShardsGone
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.hang_detector import HangDetector, OldestStep, StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.shards.errors import ShardChanged, ShardError, ShardHung, ShardLost, StepFailed
 from millrace_router.shards.group import ShardGroup
@@ -37,6 +40,11 @@ class GroupRestart:
             self._launcher.restart_shards(reason)
         else:
             self._reason = reason
+
+    def unreachable(self, reason: str) -> None:
+        """Record that the group has been out of reach for long: its launcher may see it run, without its sockets."""
+        if self._is_supervised:
+            self._launcher.restart_shards(reason)
 
     def rank_lost(self, reason: str) -> None:
         """Record an unreachable rank: its launcher restarts all by itself, and a single rank needs no others."""
@@ -109,6 +117,9 @@ class Interrupt:
 REOPEN_SECONDS = 0.2
 """Pause between attempts to open an epoch."""
 
+KEEPING = frozenset({"out_of_memory"})
+"""Kinds of failure after which KV is kept, where the shards still have it."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -126,17 +137,20 @@ class EpochManager:
         oldest: Callable[[], OldestStep | None],
         step_seconds: float = 30.0,
     ) -> None:
-        """A step of more than `step_seconds` counts as hung unless `cost` predicts such a duration.
+        """A step counts as hung if nothing is computed for `step_seconds`, unless `cost` predicts a long one.
 
-        `oldest` returns the oldest step in flight.
+        `oldest` returns the oldest step in flight. Shards that are out of reach for `step_seconds`, although their
+        launcher sees them running, are restarted.
         """
         self.interrupt = Interrupt()
         """The batcher waits inside this context; failures detected elsewhere interrupt it."""
         self.prepare: Callable[[], Awaitable[None]] | None = None
         """Awaited in each new epoch before its first step; a ShardError of it ends the epoch."""
         self._channel = channel
+        channel.settle = self._settle_kv
         self._launcher = launcher
         self._group_restart = GroupRestart(launcher, channel.group)
+        self._step_seconds = step_seconds
         self.status = status
         self._metrics = metrics
         self._serves = False
@@ -144,11 +158,19 @@ class EpochManager:
         self._has_computed = False
         """Whether a step of the epoch was computed."""
         self._restart_is_planned = False
+        self.recovery: RecoveryPolicy | None = None
+        """Knows what KV the next epoch keeps."""
+        self._is_lost = False
+        """Whether the last failure was that a shard was out of reach."""
+        self._kv_stores: tuple[int, ...] = ()
+        """`ShardGroup.kv_stores` when the last epoch began."""
+        self._serving = asyncio.Event()
+        """Set when the launcher reports that restarted shards serve, so that they are tried at once."""
         self._hang_detector = HangDetector(
             StepTimer(step_seconds, cost),
             oldest=oldest,
             is_idle=lambda: self._serves and oldest() is None,
-            check=channel.group.health,
+            pulse=channel.group.pulse,
             report=self.interrupt.trigger,
         )
 
@@ -162,15 +184,31 @@ class EpochManager:
         self._launcher.on_restarting = self._on_restarting
         self._launcher.on_gave_up = self._on_gave_up
         self._launcher.on_moved = self._on_moved
+        self._launcher.on_serving = self._serving.set
         return asyncio.create_task(self._hang_detector.run())
 
-    async def open(self, meanwhile: Callable[[RouterError | None], None]) -> None:
+    def may_keep_kv(self, kind: str) -> bool:
+        """Whether a failure of this kind, as `fail` returns it, casts no doubt on the KV of answered steps.
+
+        Only then is `RecoveryPolicy.next_epoch` called with `keep`. After a step that ran out of memory several ranks
+        restart, because some may wait in a collective. A shard that is out of reach may have ended in any way: its
+        launcher, which knows how, lets the next one begin without KV unless it was killed from outside. It may live,
+        too, and another router may have written to its KV, which only a directory shows.
+        """
+        if kind == "lost":
+            return self._is_lost and self._channel.group.has_kv_store
+        return kind in KEEPING and len(self._channel.group) == 1
+
+    async def open(self, meanwhile: Callable[[RouterError | None], None]) -> bool:
         """Begin an epoch; retries until the shards are back.
 
         `meanwhile` is called after every failed attempt, with an error once the outage is overdue.
+
+        Returns whether every rank has the KV memory of the epoch before (`ShardGroup.kv_stores`), so that blocks hold
+        what answered steps wrote. If not, the caller forgets the KV that it has kept.
         """
         self._serves = self._has_computed = False
-        logged = {self.status.reason}
+        logged, last_restart = {self.status.reason}, time.monotonic()
         while True:
             try:
                 async with self.interrupt:
@@ -185,17 +223,47 @@ class EpochManager:
                     log.warning("cannot open a stream to the shards", error=str(error))
                 self._begin_outage(str(error))
                 if isinstance(error, (ShardHung, ShardChanged)):
+                    if self.recovery is not None:  # What hangs may have written anywhere.
+                        self.recovery.forget_kv()
                     self._group_restart.request(str(error))
+                elif time.monotonic() - last_restart > self._step_seconds:
+                    last_restart = time.monotonic()
+                    self._group_restart.unreachable(str(error))
             else:
                 self._group_restart.finished()
                 self._restart_is_planned = False
-                return
+                before, self._kv_stores = self._kv_stores, self._channel.group.kv_stores
+                return self._kv_stores == before
             meanwhile(self.refusal)
-            await asyncio.sleep(REOPEN_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REOPEN_SECONDS):
+                    await self._serving.wait()
+            self._serving.clear()
+
+    async def close(self) -> bool:
+        """End the epoch for another router; returns whether its effect on KV can be seen afterwards."""
+        self._serves = False
+        self.interrupt.clear()
+        await self._channel.close()
+        return self._channel.group.has_kv_store
+
+    async def _settle_kv(self) -> int:
+        """Keep the KV of an earlier epoch if every rank has it; return the life of the ledger of blocks."""
+        recovery, group = self.recovery, self._channel.group
+        if recovery is None:
+            return 0
+        if recovery.keeps_kv and (stored := await group.stored_blocks()):
+            if (reason := recovery.settle_kv(stored)) is None:
+                self._kv_stores = group.kv_stores
+            else:
+                log.warning("the KV of the shards is dropped, and computed again", reason=reason)
+                self._metrics.kv_stores_dropped.labels(reason=reason).inc()
+        return recovery.life
 
     def fail(self, error: ShardError) -> str:
         """End the epoch; returns the kind of failure, the `reason` of `millrace_recoveries_total`."""
         self._serves = False
+        self._is_lost = isinstance(error, ShardLost)
         self._begin_outage(str(error))
         kind = self._kind_of(error)
         self._channel.report_failure(kind, error)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +15,11 @@ import structlog
 READ_BYTES = 65536
 LONGEST_LINE_BYTES = 65536
 LONGEST_REASON = 1000
+MAX_DESCRIPTORS = 16
+NUM_RELAYS = 2
+"""Sockets between two routers."""
+RELAY_FORM = 1
+"""Changes with what two routers say to each other; routers with different ones cannot relay."""
 
 log = structlog.get_logger(__name__)
 
@@ -27,10 +33,32 @@ class LauncherChannel:
         """Called with (planned, reason) when the launcher stops the shards; planned: no request caused it."""
         self.on_gave_up: Callable[[str], None] = lambda _reason: None
         """Called with the reason when the launcher stops restarting the shards."""
+        self.on_serving: Callable[[], None] = lambda: None
+        """Called when the shards serve, at first and after each restart."""
+        self.on_new_life: Callable[[], None] = lambda: None
+        """Called when `life` has changed."""
         self.on_moved: Callable[[tuple[str, ...]], None] = lambda _addresses: None
         """Called with the addresses of all ranks when a cluster has placed some of them on other hosts."""
+        self.on_release: Callable[[], None] = lambda: None
+        """Called when another router is about to take the shards over."""
+        self.on_stay: Callable[[], None] = lambda: None
+        """Called when the other router has failed, and this one goes on."""
+        self.on_relay: Callable[[bool, Sequence[socket.socket]], None] = lambda _is_old, _sockets: (
+            None
+        )
+        """Called with two sockets to another router: of the relay, and for connections of clients.
+
+        With True as the first argument this router is the old one.
+        """
+        self.life = 0
+        """The number of the shards' last start, if the launcher has started them."""
+        self.trusts_kv = False
+        """Whether another router may use the KV that it finds in the shards."""
+        self._shards_ready = asyncio.Event()
         self._socket: socket.socket | None = None
         self._is_broken = False
+        self._descriptors: deque[int] = deque()
+        """Descriptors that came with messages, in order."""
         if fd is None:
             return
         try:
@@ -45,14 +73,18 @@ class LauncherChannel:
     def is_open(self) -> bool:
         return self._socket is not None
 
+    async def shards_ready(self) -> None:
+        """Return once the launcher reports that the shards serve, or at once without a launcher."""
+        if self._socket is not None:
+            await self._shards_ready.wait()
+
     async def run(self) -> None:
         """Receive messages until the launcher disconnects; returns at once without one."""
         if self._socket is None:
             return
-        loop = asyncio.get_running_loop()
         received = b""
         try:
-            while data := await loop.sock_recv(self._socket, READ_BYTES):
+            while data := await self._read(self._socket):
                 *lines, rest = (received + data).split(b"\n")
                 received = rest if len(rest) <= LONGEST_LINE_BYTES else b""
                 for line in lines:
@@ -62,6 +94,34 @@ class LauncherChannel:
         finally:
             self._socket.close()
             self._socket = None
+            self._shards_ready.set()
+
+    async def _read(self, ours: socket.socket) -> bytes:
+        """Wait for data, and for the descriptors that come with it. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        while True:
+            readable = asyncio.Event()
+            loop.add_reader(ours, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(ours)
+            with suppress(BlockingIOError):
+                data, descriptors, *_ = socket.recv_fds(ours, READ_BYTES, MAX_DESCRIPTORS)
+                self._descriptors.extend(descriptors)
+                return data
+
+    def opened(self) -> None:
+        """Report that files and flags are right, and that only the shards are missing."""
+        self._write({"event": "opened", "relay": RELAY_FORM})
+
+    def released(self) -> None:
+        """Report that another router may have the shards."""
+        self._write({"event": "released"})
+
+    def relay_lost(self) -> None:
+        """Report that the router is gone that computes the requests of this one."""
+        self._write({"event": "relay_lost"})
 
     def listening(self) -> None:
         """Report that this process listens on its HTTP port, so that an answer from there is its own."""
@@ -97,12 +157,27 @@ class LauncherChannel:
         with suppress(ValueError, RecursionError):
             event = json.loads(line)
         match event:
+            case {"event": "ready", **details}:
+                match details:
+                    case {"life": int(life)} if life != self.life:
+                        self.life = life
+                        self.on_new_life()
+                self.trusts_kv = details.get("trusts_kv") is True
+                self._shards_ready.set()
+                self.on_serving()
             case {"event": "restarting", "planned": bool(planned), "reason": str(reason)}:
                 self.on_restarting(planned, reason)
             case {"event": "gave_up", "reason": str(reason)}:
                 self.on_gave_up(reason)
             case {"event": "moved", "addresses": [*addresses]}:
                 self.on_moved(tuple(map(str, addresses)))
+            case {"event": "release"}:
+                self.on_release()
+            case {"event": "stay"}:
+                self.on_stay()
+            case {"event": "relay", "is_old": bool(is_old)} if len(self._descriptors) >= NUM_RELAYS:
+                fds = [self._descriptors.popleft() for _ in range(NUM_RELAYS)]
+                self.on_relay(is_old, [socket.socket(fileno=fd) for fd in fds])
             case _ if line:
                 log.debug(
                     "the launcher sent an unknown event", line=line[:100].decode(errors="replace")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from typing import Any
 
 from millrace_proto.sampling import NO_RULES
 from millrace_router.request.request import SchedulingParameters, ValidRequest
@@ -29,8 +30,24 @@ class Quarantine:
 
     def __init__(self, *, capacity: int = 100, clock: Callable[[], float] = time.monotonic) -> None:
         """Keep the latest `capacity` records; `clock` counts seconds."""
+        self.on_added: Callable[[], None] = lambda: None
+        """Called after each new record."""
         self._records: deque[_Record] = deque(maxlen=capacity)
         self._clock = clock
+
+    def learned(self) -> list[dict[str, Any]]:
+        """Return the records, the oldest first, in types of JSON, for `resume`."""
+        return [{**asdict(record), "key": record.key.hex()} for record in self._records]
+
+    def resume(self, learned: Iterable[Mapping[str, Any]]) -> None:
+        """Add the result of `learned`, of a process with the same clock.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such result.
+
+        """
+        records = [_Record(**{**one, "key": bytes.fromhex(one["key"])}) for one in learned]
+        self._records.extend(records)
 
     def add(self, request: ValidRequest, *, num_generated: int, reason: str) -> None:
         """Record `request`, whose steps failed after `num_generated` tokens of its answer."""
@@ -43,6 +60,7 @@ class Quarantine:
                 description=_describe(request, num_generated=num_generated, reason=reason),
             )
         )
+        self.on_added()
 
     def refuses(self, request: ValidRequest) -> bool:
         """Return whether a request with the same prompt and parameters was added in the last `REFUSED_SECONDS`.
@@ -104,6 +122,10 @@ def _key(request: ValidRequest, *, has_seed: bool) -> bytes:
         scheduling=SchedulingParameters(),
         # The name of an adapter does not matter, its digest does.
         adapter=None,
+        # A function, whose repr is another one in each process.
+        answer_text=None,
+        # Where its tokens are recorded.
+        choice=None,
         sampling=replace(request.sampling, seed=0),
     )
     return sha256(_prompt_hash(request) + repr((parameters, seed, adapter)).encode()).digest()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from millrace_router.errors import DoesNotFit, Quarantined, RouterError
 from millrace_router.recovery.poison_search import PoisonSearch
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.block_ledger import StoredBlocks
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 
@@ -65,12 +68,17 @@ class OomBackoff:
         return True
 
 
-PlannerFactory = Callable[[], Planner]
-"""Makes the planner of a new epoch, without rows."""
+class PlannerFactory(Protocol):
+    """Makes the planner of a new epoch, without rows."""
+
+    def __call__(self, *, blocks: BlockManager | None = None) -> Planner:
+        """Return a planner that goes on with `blocks`, prefix cache included; without them all are empty."""
 
 
 class RecoveryPolicy:
-    """Carries entries from a failed epoch into the next, where their tokens are computed again. Does no I/O.
+    """Carries entries from a failed epoch into the next, where they go on in kept KV, or are computed again.
+
+    KV is kept only if the caller allows it, and never while a poison request is searched for. Does no I/O.
 
     The entries of the failed step run first, in the groups of `PoisonSearch`, until each has passed the failed
     position or has ended. All other entries are held back until then.
@@ -84,6 +92,10 @@ class RecoveryPolicy:
         """Whether another group runs next, in a new epoch, once no step is in flight."""
         self._new_planner = new_planner
         self._search = PoisonSearch()
+        self._search_is_new = False
+        """Whether the search began with the last failure."""
+        self._keeps = False
+        """Whether the epoch began with kept KV."""
         self._held: list[tuple[int, SchedulableRequest]] = []
         self._backoff = OomBackoff(self.planner.budgets, block_size=self.planner.blocks.block_size)
 
@@ -112,8 +124,18 @@ class RecoveryPolicy:
         """The current limits of a step."""
         return self._backoff.budgets
 
+    def adopt(self, ranks: Sequence[StoredBlocks], mark: int) -> int:
+        """Begin with the prefix cache of a router that is gone (`BlockManager.adopt`); return its blocks.
+
+        The first epoch compares them once more when it opens.
+        """
+        count = self.planner.blocks.adopt(ranks, mark)
+        self._keeps = count > 0
+        return count
+
     def find_poison(self, plans: Iterable[StepPlan]) -> tuple[Entry, RouterError] | None:
         """Search the rows of failed steps for a poison request; the entry to end, and its error, if one is found."""
+        self._search_is_new = not self._search
         rows = self._rows(plans)
         positions = {row.entry.request_id: row.num_kv_tokens for row in rows}
         poison_id = self._search.fail(positions) if positions else None
@@ -134,11 +156,27 @@ class RecoveryPolicy:
         rows = self._rows([plan])
         return (entry_of(rows[0].entry), DoesNotFit()) if len(rows) == 1 else None
 
-    def next_epoch(self) -> int:
-        """Begin with an empty planner; the number of entries whose tokens are computed again."""
-        old, self.planner = self.planner, self._new_planner()
+    def next_epoch(self, *, keep: bool = False) -> int:
+        """Begin with a new planner; the number of entries that are admitted again.
+
+        `keep` says that the KV of answered steps may serve the next epoch: the failure casts no doubt on it, and the
+        shards are expected to have it still. Then every entry parks the blocks with its acknowledged positions, and
+        goes on there, and the prefix cache stays. If the epoch opens on other KV memory (`EpochManager.open` returns
+        False), the caller calls `forget_kv` before the first plan.
+
+        Nothing is kept if a search for a poison request was on before this failure, so that no request is blamed for
+        bytes that it did not write. A search that begins with this failure does not count, because a kill from outside
+        is the likelier cause of a first failure.
+        """
+        old, is_new = self.planner, self._search_is_new
+        self._search_is_new = False
+        self._keeps = keep and (is_new or not self._search)
+        if self._keeps:
+            old.park()
+        self.planner = self._new_planner(blocks=old.blocks if self._keeps else None)
         entries = sorted([*old.take_all(), *self._held], key=lambda held: held[0])
         entries = [held for held in entries if not entry_of(held[1]).stream.ended]
+        self._free_parked_but(entries)
         group = self._search.group
         running = [held for held in entries if not group or held[1].request_id in group]
         self._held = [held for held in entries if group and held[1].request_id not in group]
@@ -146,6 +184,36 @@ class RecoveryPolicy:
         self.planner.limit(self._backoff.budgets)
         self.must_regroup = False
         return len(running)
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the epoch begins with kept KV."""
+        return self._keeps
+
+    @property
+    def life(self) -> int:
+        """The life of the ledger of blocks; 0: there is none."""
+        ledger = self.planner.blocks.ledger
+        return 0 if ledger is None else ledger.life
+
+    def settle_kv(self, ranks: Sequence[StoredBlocks]) -> str | None:
+        """Compare kept KV with the directories of all `ranks`, and forget it on any doubt.
+
+        Returns the reason, as `BlockLedger.settle` does.
+        """
+        reason = self.planner.blocks.settle(ranks)
+        if reason is not None:
+            self.forget_kv()
+        return reason
+
+    def forget_kv(self) -> None:
+        """Let all entries of an epoch without a step be computed again: the shards have not kept their KV."""
+        if not self._keeps:
+            return
+        self._keeps = False
+        old, self.planner = self.planner, self._new_planner()
+        self.planner.take_over(old, old.take_all())
+        self.planner.limit(self._backoff.budgets)
 
     def computed(self, plan: StepPlan) -> None:
         """Record a successful step, after the planner did."""
@@ -164,6 +232,7 @@ class RecoveryPolicy:
         """Remove and return every admitted entry, held ones included."""
         entries = [entry for _, entry in (*self.planner.take_all(), *self._held)]
         self._held.clear()
+        self._free_parked_but([])
         return entries
 
     def drop_ended(self) -> None:
@@ -171,6 +240,12 @@ class RecoveryPolicy:
         entries = [held for held in self.planner.take_all() if not entry_of(held[1]).stream.ended]
         self.planner.readmit(entries)
         self._held = [held for held in self._held if not entry_of(held[1]).stream.ended]
+        self._free_parked_but([*entries, *self._held])
+
+    def _free_parked_but(self, entries: Iterable[tuple[int, SchedulableRequest]]) -> None:
+        """Take back what other requests than `entries` have parked."""
+        ids = {entry.request_id for _, entry in entries}
+        self.planner.blocks.free_parked(lambda request: request.request_id not in ids)
 
     def _go_on(self) -> None:
         """Run the next group, or all entries once the search has ended."""

@@ -1,5 +1,5 @@
 """A request from its parameters to its entry, token stream and events.
 
 Entry points: `generation_request.GenerationRequest`, `request.ValidRequest`, `entry.Entry`.
-May import: text, telemetry, errors.
+Imports: errors, millrace_proto, text.
 """

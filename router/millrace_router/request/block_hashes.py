@@ -9,6 +9,11 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
+from millrace_router.request.images import ImageSpan
+
+KEY_FORM = 1
+"""Changes with what a key is computed from: routers of two versions may use each other's blocks."""
+
 
 def root_key(adapter: str | None = None, salt: Sequence[str] = ()) -> bytes:
     """Return the parent of a first block; it depends on the adapter's digest, because the KV does, and on the salt."""
@@ -18,9 +23,19 @@ def root_key(adapter: str | None = None, salt: Sequence[str] = ()) -> bytes:
     return root
 
 
-def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the key of the block with these tokens after the block with the key `parent`."""
-    return sha256(b"block" + parent + array("I", token_ids).tobytes()).digest()
+def child_key(parent: bytes, token_ids: Sequence[int], images: bytes = b"") -> bytes:
+    """Return the key of the block with these tokens, and `images` among them, after the block with the key `parent`."""
+    form = b"images" if images else b"block"
+    return sha256(form + parent + array("I", token_ids).tobytes() + images).digest()
+
+
+def images_within(spans: Sequence[ImageSpan], start: int, end: int) -> bytes:
+    """Return what a key covers of the pictures with placeholders in [start, end): which, where, and which rows."""
+    return b"".join(
+        span.image.digest + array("q", (span.position - start, span.tokens, span.row)).tobytes()
+        for span in spans
+        if span.position < end and span.end > start
+    )
 
 
 class ContentKey(bytes):
@@ -44,15 +59,17 @@ class BlockHashes:
         *,
         keeps_content: bool = False,
         adapter_name: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         """`adapter` is the digest of the adapter that computes the KV; blocks are shared only with the same `salt`.
 
-        With `keeps_content` and without a salt the keys are `ContentKey`s.
+        With `keeps_content`, and without a salt and `images`, the keys are `ContentKey`s.
         """
         self._block_size = block_size
         self._last = root_key(adapter, salt)
         self._keys: list[bytes] = []
-        self._keeps_content = keeps_content and not salt
+        self._keeps_content = keeps_content and not salt and not images
+        self._images = images
         self._adapter_name = adapter_name
 
     def first(self, count: int, prompt: Sequence[int], generated: Sequence[int]) -> Sequence[bytes]:
@@ -70,7 +87,8 @@ class BlockHashes:
             if len(ids) < size:
                 first = max(0, start - len(prompt))
                 ids += generated[first : first + size - len(ids)]
-            self._last = child_key(self._last, ids)
+            images = images_within(self._images, start, start + size) if self._images else b""
+            self._last = child_key(self._last, ids, images)
             self._keys.append(self._with_content(ids) if self._keeps_content else self._last)
         return self._keys[:count]
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
 
+from millrace_router.errors import NotResumable
 from millrace_router.request.block_hashes import BlockHashes
+from millrace_router.request.continuation import Beginning, Choice, KnownToken
 from millrace_router.request.request import FinishReason, ValidRequest
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.request.token_stream import (
@@ -40,8 +44,9 @@ class Entry(SchedulableRequest):
         *,
         block_size: int,
         keeps_content: bool = False,
+        further_end_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """With `keeps_content` the keys of its blocks know their tokens."""
+        """With `keeps_content` its keys know their tokens. The shards do not know `further_end_ids`."""
         self.stream = TokenStream()
         super().__init__(
             request_id=request_id,
@@ -52,6 +57,7 @@ class Entry(SchedulableRequest):
             max_jump_forward_tokens=0 if request.grammar is None else MAX_JUMP_FORWARD_TOKENS,
             wants_prompt_logprobs=request.prefill_logprobs,
             adapter=request.adapter,
+            images=request.images,
         )
         self.request = request
         self.accounted = False
@@ -59,15 +65,17 @@ class Entry(SchedulableRequest):
         self.generated_ids: list[int] = []
         self.is_closed = False
         """Whether the limit of tokens, and not the model, ends the text."""
-        self._tokenizer = tokenizer
-        self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids
+        self._tokenizer, self.further_end_ids = tokenizer, further_end_ids
+        self._eos_token_ids = frozenset[int]()
+        if not request.ignore_eos:
+            self._eos_token_ids = eos_token_ids | further_end_ids
         self._stop_token_ids = frozenset(request.stop_token_ids)
         self._text = IncrementalDetokenizer(tokenizer, request.input_ids)
         self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
+        self._answer_text = request.answer_text() if request.answer_text is not None else None
         self._last_ids = self._eos_token_ids | self._stop_token_ids
         """Tokens that may end the generation."""
-        self._prompt_logprobs = array("f")
-        self._prompt_candidates = array("I"), array("f")
+        self._forget_prompt_logprobs()
         adapter = request.adapter
         self._block_keys = BlockHashes(
             block_size,
@@ -75,7 +83,25 @@ class Entry(SchedulableRequest):
             request.cache_salt,
             keeps_content=keeps_content,
             adapter_name=None if adapter is None else adapter.name,
+            images=request.images,
         )
+
+    def resume(self) -> bool:
+        """Take the tokens that are known already; return whether they are all.
+
+        Raises:
+            NotResumable: they are tokens of another request, as its prompt, its limits or its adapter have changed.
+
+        """
+        return False
+
+    def record(self, token_id: int, logprob: float) -> None:
+        """Keep the next token for another router, if its tokens are recorded; it is accepted after that.
+
+        Raises:
+            NotResumable: it is computed again, and is another one than before.
+
+        """
 
     @property
     def closed(self) -> bool:
@@ -139,6 +165,8 @@ class Entry(SchedulableRequest):
         """Find the reason in TGI's order: length, end of sequence, stop sequence; a stop token precedes them all."""
         if token_id in self._stop_token_ids:
             return FinishReason.STOP_SEQUENCE
+        if self._answer_text is not None:
+            text = self._answer_text(text)
         matched = self._stop is not None and self._stop.push(text) is not None
         if self.num_generated >= self.max_new_tokens:
             return FinishReason.LENGTH
@@ -151,6 +179,83 @@ class Entry(SchedulableRequest):
         return Token(
             token_id, tokenizer.token_text(token_id), logprob, tokenizer.is_special(token_id)
         )
+
+
+class RecordedEntry(Entry):
+    """An entry whose tokens are recorded, and which may have some already."""
+
+    def __init__(self, *arguments: Any, choice: Choice, **options: Any) -> None:  # noqa: ANN401
+        """As `Entry`; `choice` records its tokens."""
+        super().__init__(*arguments, **options)
+        self._choice = choice
+        self._expected: Sequence[KnownToken] = ()
+        """Known tokens that are computed again."""
+        self._num_recorded = 0
+        """The number of recorded tokens among them."""
+        self._has_begun = choice.beginning is not None
+
+    def resume(self) -> bool:
+        request, choice = self.request, self._choice
+        if choice.beginning is None:
+            return False
+        if choice.beginning.check != check_of(request):
+            raise NotResumable
+        # It has left the queue once, so it has no deadline there.
+        self.num_preemptions = 1
+        self.stream.batched_at = self.stream.queued_at
+        self.stream.cached_tokens = choice.beginning.cached_tokens
+        if choice.renders_known and (request.top_n_tokens or request.prefill_logprobs):
+            self._expected = choice.known
+            return False
+        for token in choice.known:
+            self.is_closed = token.closed
+            if super().accept(token.id, token.logprob, ()):
+                return True
+        return False
+
+    def record(self, token_id: int, logprob: float) -> None:
+        if self._expected and self._is_known(token_id):
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            cached_tokens = self.stream.cached_tokens or 0
+            self._choice.begin(Beginning(cached_tokens, check_of(self.request)))
+        self._choice.token(token_id, logprob, self.is_closed)
+
+    def _is_known(self, token_id: int) -> bool:
+        """Return whether the next token is known, and computed again; raises NotResumable if it is another one."""
+        number = self._num_recorded
+        if number == len(self._expected):
+            return False
+        self._num_recorded = number + 1
+        if self._expected[number].id != token_id:
+            raise NotResumable
+        return True
+
+
+def check_of(request: ValidRequest) -> int:
+    """Return 64 bits that differ where tokens of one request would not be tokens of the other."""
+    sampling, adapter = request.sampling, request.adapter
+    digest = blake2b(array("I", request.input_ids).tobytes(), digest_size=8)
+    limits = (request.max_new_tokens, sampling.seed, "" if adapter is None else adapter.digest)
+    digest.update(repr(limits).encode())
+    for span in request.images:
+        digest.update(span.image.digest)
+    return int.from_bytes(digest.digest())
+
+
+def new_entry(
+    ids: Iterator[int],
+    tokenizer: Tokenizer,
+    eos_token_ids: frozenset[int],
+    request: ValidRequest,
+    **options: Any,  # noqa: ANN401
+) -> Entry:
+    """Make the entry of a request with the next id, as `Entry` does; it is recorded if the request has a choice."""
+    arguments = (next(ids), request, tokenizer, eos_token_ids)
+    if request.choice is None:
+        return Entry(*arguments, **options)
+    return RecordedEntry(*arguments, choice=request.choice, **options)
 
 
 def entry_of(request: SchedulableRequest) -> Entry:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from millrace_proto.sampling import SamplingRequest
 from millrace_router.request.adapter import AdapterReference
+from millrace_router.request.continuation import Answer
 from millrace_router.request.grammar import RawGrammar
-from millrace_router.request.request import Grammar, Pooling, SchedulingParameters
+from millrace_router.request.images import PreparedImage
+from millrace_router.request.request import AnswerText, Grammar, Pooling, SchedulingParameters
 from millrace_router.request.scheduling import DEFAULT_SCHEDULING
 
 
@@ -47,13 +49,19 @@ class GenerationRequest(SamplingRequest):
 
     prompt: str | tuple[int, ...] = ""
     """Text, or token ids."""
+    images: tuple[PreparedImage, ...] = ()
+    """The pictures whose placeholders the text has, in this order."""
     adds_special_tokens: bool = True
     """Whether the tokenizer puts its special tokens around a text."""
     truncate: int | None = None
     """How many of the prompt's last tokens are kept; -1, which TGI lacks: as many as fit."""
     max_new_tokens: int | None = None
+    is_chat: bool = False
+    """Whether it is the next turn of a chat, whose `max_new_tokens` is an upper bound and has a default."""
     min_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    answer_text: AnswerText | None = field(default=None, compare=False)
+    """Makes what finds the text in which stop strings count; None: all."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end the answer."""
@@ -62,6 +70,8 @@ class GenerationRequest(SamplingRequest):
     best_of: int | None = None
     do_sample: bool = False
     seed: int | None = None
+    unset_seed: int | None = field(default=None, compare=False)
+    """The seed where the client has left it open; None for a random one."""
     openai_frequency_penalty: float = 0.0
     """OpenAI's, over the answer."""
     presence_penalty: float = 0.0
@@ -89,6 +99,8 @@ class GenerationRequest(SamplingRequest):
     scheduling: SchedulingParameters = DEFAULT_SCHEDULING
     pooling: Pooling | None = None
     """None: it generates tokens."""
+    answer: Answer | None = field(default=None, compare=False)
+    """The answer that it is part of, if its tokens are recorded."""
     names: FieldNames = TGI_NAMES
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
     """Parameters of `SamplingDefaults` that the client left out, for which the model's own defaults stand."""

@@ -22,6 +22,10 @@ MAX_LEVELS = 128
 
 _LEVELS = {ord("("): 1, ord("["): 1, ord("{"): 1, ord(")"): -1, ord("]"): -1, ord("}"): -1}
 _CONTAINERS = (dict, list)
+_DECIDING = frozenset(
+    ("type", "properties", "items", "$ref", "anyOf", "oneOf", "allOf", "not", "enum", "const")
+)
+"""Keywords, one of which nearly every schema has."""
 _NO_BRACKETS = bytes(set(range(256)) - _LEVELS.keys())
 
 
@@ -62,19 +66,24 @@ def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
         source = orjson.dumps(schemas).decode()
     except orjson.JSONEncodeError:
         raise _invalid(f"it must have at most {MAX_LEVELS} levels") from None
-    _check_size(source)
+    check_size(len(source.encode()))
     _check_parts(source.count("[") + source.count("{"))
 
 
 def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return `schema` with implied types and closed objects; raises ValidationError if it is nested too deeply."""
+    """Return `schema` with implied types and closed objects.
+
+    Raises:
+        ValidationError: it is nested too deeply, or its parts hold together in too many combinations.
+
+    """
     _check_levels(_levels_of(schema))
     return with_closed_objects(with_implied_types(schema))
 
 
 def read_text(kind: GrammarKind, source: str) -> Grammar:
     """Check a grammar other than a schema; raises ValidationError."""
-    _check_size(source)
+    check_size(len(source.encode()))
     brackets = _brackets_of(source)
     _check_parts(len(brackets) // 2)
     _check_levels(max(accumulate(map(_LEVELS.__getitem__, brackets)), default=0))
@@ -83,7 +92,7 @@ def read_text(kind: GrammarKind, source: str) -> Grammar:
 
 def _read_schema(value: object) -> Grammar:
     if isinstance(value, str):
-        _check_size(value)
+        check_size(len(value.encode()))
         _check_parts(value.count("[") + value.count("{"))
         try:
             value = orjson.loads(value)
@@ -93,8 +102,12 @@ def _read_schema(value: object) -> Grammar:
             raise _invalid("the schema is not an object")
     if not isinstance(value, dict):
         raise ValidationError("grammar is not supported")
+    if isinstance(value.get("schema"), dict) and not value.keys() & _DECIDING:
+        raise _invalid("it is an object around a schema, `schema`, and not the schema itself")
+    _check_levels(_levels_of(value))
+    check_size(len(orjson.dumps(value)))
     source = orjson.dumps(checked_schema(value)).decode()
-    _check_size(source)
+    check_size(len(source.encode()))
     return Grammar(GrammarKind.JSON_SCHEMA, source, closes=True)
 
 
@@ -120,8 +133,8 @@ def _levels_of(value: object) -> int:
     return num_levels
 
 
-def _check_size(source: str) -> None:
-    num_bytes = len(source.encode())
+def check_size(num_bytes: int) -> None:
+    """Raise ValidationError for more bytes than a grammar may have."""
     if num_bytes > MAX_SOURCE_BYTES:
         raise _invalid(f"it must have at most {MAX_SOURCE_BYTES} bytes. Given: {num_bytes}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from millrace_router.request.request import Task
 
@@ -23,6 +23,12 @@ class Dialect:
     """OpenAI's penalties work as TGI's, over the prompt and the answer."""
     refuses_tools_with_format: bool = False
     """A chat has either `tools` or a `response_format`."""
+    takes_all_roles: bool = False
+    """A message may have a role that neither clients nor the template know, instead of a refusal."""
+    hides_unused_tools: bool = False
+    """With `tool_choice` none the prompt of a chat lacks its tools."""
+    reads_images: bool = False
+    """The model reads images. Not a difference to TGI: it depends on the model."""
     takes_images: bool = False
     """Images become markdown links in the prompt, instead of a refusal."""
     keeps_stops: bool = False
@@ -54,12 +60,15 @@ class Dialect:
 
 
 MILLRACE = Dialect()
-TGI = Dialect(**dict.fromkeys((field.name for field in fields(Dialect)), True))
+TGI = Dialect(
+    **dict.fromkeys((each.name for each in fields(Dialect) if each.name != "reads_images"), True)
+)
 
 
-def dialect_of(*, strict_tgi: bool) -> Dialect:
-    """Return the dialect that the flag selects."""
-    return TGI if strict_tgi else MILLRACE
+def dialect_of(*, strict_tgi: bool, reads_images: bool = False) -> Dialect:
+    """Return the dialect that the flag selects, for a model that reads images or only text."""
+    dialect = TGI if strict_tgi else MILLRACE
+    return replace(dialect, reads_images=True) if reads_images else dialect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +80,9 @@ class Limits:
     vocab_size: int
     """Tokens of the model: ids are smaller than this."""
     default_max_new_tokens: int | None = None
-    """Not in TGI: most new tokens of a request that names no limit; None for what the context leaves."""
+    """Not in TGI: most new tokens of a request that names no limit; None for the route's default."""
+    strict_max_tokens: bool = False
+    """Not in TGI: whether a chat with more new tokens than fit is refused, instead of getting as many as fit."""
     max_new_tokens_limit: int | None = None
     """Not in TGI: most new tokens that a request may name."""
     max_concurrent_requests: int = 128
@@ -86,4 +97,13 @@ class Limits:
     grammars: bool = False
     """Whether the shards support grammars and the configuration allows them."""
     tasks: frozenset[Task] = frozenset({Task.GENERATE})
+    image_token_id: int | None = None
+    """The placeholder of a picture; None for a model that reads only text."""
+    whole_prompts: bool = False
+    """Whether tokens of a prompt attend to later ones of it, so that blocks are shared only by equal prompts."""
     dialect: Dialect = MILLRACE
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for an answer."""
+        return min(self.max_input_tokens, self.max_total_tokens - 1)

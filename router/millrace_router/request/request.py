@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
@@ -11,6 +12,11 @@ from millrace_proto import sequence
 from millrace_proto.sampling import Sampling
 from millrace_proto.sequence import GrammarKind as GrammarKind
 from millrace_router.request.adapter import AdapterVersion
+from millrace_router.request.continuation import Choice
+from millrace_router.request.images import ImageSpan
+
+AnswerText = Callable[[], Callable[[str], str]]
+"""Makes a function that takes more text of a generation, and returns the part of it that is the answer."""
 
 
 class FinishReason(StrEnum):
@@ -39,6 +45,8 @@ class SchedulingParameters:
     """The tenant whose share of the tokens the request takes."""
     max_queue_seconds: float | None = None
     """The longest wait in the queue; None for no limit."""
+    client: str = field(default="", compare=False)
+    """The sender, by which fetches of adapters are shared: tenant, key or address; "" for the server itself."""
 
 
 class Task(StrEnum):
@@ -65,10 +73,14 @@ class ValidRequest:
     """A request that passed validation, and is not checked again."""
 
     input_ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
+    """The placeholders of pictures in the prompt, in order."""
     max_new_tokens: int
     """The client's limit, or the part of `max_total_tokens` that the prompt leaves."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_sequences: tuple[str, ...] = ()
+    answer_text: AnswerText | None = field(default=None, compare=False)
+    """Makes what finds the text in which stop sequences count; None: all."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end the answer, also with `ignore_eos`."""
@@ -86,6 +98,8 @@ class ValidRequest:
     scheduling: SchedulingParameters = SchedulingParameters()
     pooling: Pooling | None = None
     """None: it generates tokens."""
+    choice: Choice | None = field(default=None, compare=False)
+    """The choice of an answer whose tokens are recorded; None for any other."""
 
 
 _random = SystemRandom()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from millrace_router.request.adapter import AdapterVersion
+from millrace_router.request.images import ImageSpan
 from millrace_router.request.request import SchedulingParameters
 
 _NO_TERMS = SchedulingParameters()
@@ -41,6 +42,8 @@ class SchedulableRequest:
     """When it was accepted, in monotonic seconds; a preemption does not change it."""
     num_generated: int = 0
     num_preemptions: int = 0
+    num_interrupted: int = 0
+    """KV positions that were computed when a failure interrupted it, until it is admitted again."""
     max_jump_forward_tokens: int = 0
     """Tokens beyond one that its grammar may force in one step; 0 for free text."""
     wants_prompt_logprobs: bool = False
@@ -49,6 +52,8 @@ class SchedulableRequest:
     """The version of its adapter; None for the base model."""
     adapter_slot: int = 0
     """The slot of its adapter on the shards; 0 without one, and while it waits for it."""
+    images: Sequence[ImageSpan] = ()
+    """The placeholders of pictures in its prompt, in order."""
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property

@@ -32,28 +32,34 @@ def scheduling_from(
     by_tenant: bool,
     key_name: str | None = None,
     max_queue_seconds: float | None = None,
+    address: str | None = None,
 ) -> SchedulingParameters:
     """Read the scheduling parameters; `headers` ignore case, and a body's `priority` beats the header's.
 
     With `by_tenant` the tenant is `key_name`, the name of the client's API key, or `tenant_of` of the headers.
-    `max_queue_seconds` is the longest wait that the server allows; a client's limit may be shorter.
+    `max_queue_seconds` is the longest wait that the server allows; a client's limit may be shorter. A client without a
+    tenant and without a key is known by its `address`.
 
     Raises:
         ValidationError: the priority is out of range, or the limit is not a positive number of milliseconds.
 
     """
+    tenant = (key_name or tenant_of(headers)) if by_tenant else ""
     return SchedulingParameters(
         priority=_priority_of(headers) if priority is None else _checked("`priority`", priority),
-        tenant=(key_name or tenant_of(headers)) if by_tenant else "",
+        tenant=tenant,
+        client=tenant or key_name or key_digest(headers) or address or "",
         max_queue_seconds=_sooner(_max_queue_seconds(headers), max_queue_seconds),
     )
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
     """Return the name that a header gives, else a digest of the API key, so that the key itself is not kept."""
-    name = named_tenant(headers)
-    if name:
-        return name
+    return named_tenant(headers) or key_digest(headers)
+
+
+def key_digest(headers: Mapping[str, str]) -> str:
+    """Return a digest of the API key of a request, unchecked; "" for none."""
     key = presented_key(headers)
     if not key:
         return ""
@@ -67,9 +73,15 @@ def named_tenant(headers: Mapping[str, str]) -> str:
 
 def presented_key(headers: Mapping[str, str]) -> str:
     """Return the API key of a request, unchecked; "" for none."""
-    return headers.get("authorization", "").removeprefix("Bearer ") or headers.get(
-        API_KEY_HEADER, ""
-    )
+    return authorization(headers).removeprefix("Bearer ") or headers.get(API_KEY_HEADER, "")
+
+
+def authorization(headers: Mapping[str, str]) -> str:
+    """Return the header with its scheme as `Bearer`, in whatever case the client wrote it; "" if it is absent."""
+    value = headers.get("authorization", "")
+    parts = value.split(maxsplit=1)
+    is_bearer = len(parts) == 2 and parts[0].lower() == "bearer"
+    return f"Bearer {parts[1]}" if is_bearer else value
 
 
 def _priority_of(headers: Mapping[str, str]) -> int:

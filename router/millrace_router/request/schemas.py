@@ -8,10 +8,13 @@ listed properties, and so do OpenAI and xgrammar. Whatever a closed schema allow
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import orjson
+
+from millrace_router.errors import ValidationError
 
 Schema = dict[str, Any]
 
@@ -86,7 +89,7 @@ def with_implied_types(schema: Schema) -> Schema:
     changed = map_subschemas(schema, with_implied_types, skipped=_NEGATED)
     options = changed.get("oneOf")
     if isinstance(options, list) and not all(
-        isinstance(one, dict) and one.get("type") == "object" for one in options
+        is_never(one) or (isinstance(one, dict) and one.get("type") == "object") for one in options
     ):
         changed["oneOf"] = schema["oneOf"]
     if isinstance(schema.get("properties"), dict) and not schema.keys() & _DECIDING:
@@ -94,39 +97,75 @@ def with_implied_types(schema: Schema) -> Schema:
     return changed
 
 
+def is_never(schema: object) -> bool:
+    """Return whether nothing matches, as generators write it: `false`, or `{"not": {}}`."""
+    if not isinstance(schema, dict):
+        return schema is False
+    negated = schema.get("not")
+    return negated is True or negated == {}
+
+
 def with_closed_objects(schema: Schema) -> Schema:
     """Return `schema` with `additionalProperties: false` at objects that list properties, at every level.
 
     Schemas that hold together, such as an `allOf`'s, are closed as one: with the properties of all of them.
-    Schemas under `not` and `if` stay as they are. So do options of a `oneOf` that no required constant distinguishes:
-    what is closed off from one of them would match another one.
+    Schemas under `not` and `if` stay as they are. So do options of a `oneOf` that no constant distinguishes: what is
+    closed off from one of them would match another one. A property whose constants distinguish them becomes required,
+    as OpenAPI demands of a discriminator; pydantic leaves it optional where its literal has a default.
+
+    Raises:
+        ValidationError: schemas hold together in so many combinations that this takes more than `MAX_VISITS`.
+
     """
-    closer = _Closer(schema)
+    closer = Closer(schema)
     closer.find_composed()
     return closer.closed(schema)
 
 
-class _Closer:
+MAX_VISITS = 60_000
+"""Schemas, names and constants that one schema may have to be looked at for; 0.1 s."""
+_ELSEWHERE: Schema = {"additionalProperties": True}
+"""Stands for the target of a reference that cannot be resolved; the target might define further properties."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Constants:
+    """The constants of the properties that have nothing else."""
+
+    all: dict[str, set[bytes]]
+    required: dict[str, set[bytes]]
+
+
+_NO_CONSTANTS = _Constants({}, {})
+
+
+class Closer:
     """Closes the schemas of one document."""
 
     def __init__(self, root: Schema) -> None:
+        self.num_visits = 0
         self._root = root
         self._open: set[int] = set()
         """Ids of schemas that are closed with others, or not at all."""
+        self._tags: dict[int, list[str]] = {}
+        """Names that become required, by the id of their schema."""
+        self._targets: dict[str, Schema] = {}
+        self._constants: dict[int, _Constants] = {}
 
     def find_composed(self) -> None:
         """Find the schemas that hold together with others, or that no constant distinguishes."""
         waiting = [self._root]
         while waiting:
             one = waiting.pop()
-            if _is_composed(one) or not self._tells_apart(one.get("oneOf")):
-                parts = self._parts(one)
-                self._open.update(id(part) for part in parts[1:])
+            if not self._tells_apart(one.get("oneOf")) or _is_composed(one):
+                self._open_parts(one)
             waiting += subschemas(one, skipped=_NOT_CLOSED)
 
     def closed(self, schema: Schema) -> Schema:
         """Return a copy of `schema`, with closed objects."""
         changed = map_subschemas(schema, self.closed, skipped=_NOT_CLOSED)
+        if tags := self._tags.get(id(schema)):
+            changed["required"] = [*_required(schema), *tags]
         if id(schema) not in self._open:
             self._close(schema, changed)
         return changed
@@ -140,6 +179,7 @@ class _Closer:
         if any(part.keys() & WORDS for part in parts):
             return
         listed = [name for part in parts for name in _names(part)]
+        self._visit(len(listed) if composed else 0)
         least = schema.get("minProperties")
         if not any(isinstance(part.get("properties"), dict) for part in parts) or (
             isinstance(least, int) and least > len(set(listed))
@@ -153,6 +193,15 @@ class _Closer:
         }
         changed["additionalProperties"] = False
 
+    def _open_parts(self, schema: Schema) -> None:
+        """Note the schemas that hold for the same value as `schema`: each once, whatever refers to it."""
+        waiting = self._next_parts(schema)
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, dict) and one is not schema and id(one) not in self._open:
+                self._open.add(id(one))
+                waiting += self._next_parts(one)
+
     def _parts(self, schema: Schema) -> list[Schema]:
         """Return `schema` and the schemas that hold for the same value, those behind references among them."""
         parts, seen = list[Schema](), set[int]()
@@ -163,29 +212,116 @@ class _Closer:
                 continue
             seen.add(id(one))
             parts.append(one)
-            for name in _BRANCHES:
-                some = one.get(name)
-                waiting += some if isinstance(some, list) else []
-            if "$ref" in one:
-                waiting.append(self._target(one["$ref"]))
+            following = self._next_parts(one)
+            self._visit(1 + len(following))
+            waiting += following
         return parts
+
+    def _next_parts(self, schema: Schema) -> list[object]:
+        """Return the schemas that `schema` demands of the same value."""
+        following: list[object] = []
+        for name in _BRANCHES:
+            some = schema.get(name)
+            following += some if isinstance(some, list) else []
+        if "$ref" in schema:
+            following.append(self._target(schema["$ref"]))
+        return following
 
     def _target(self, reference: object) -> Schema:
         """Return the schema that a reference names; one that leads nowhere speaks of further properties."""
-        target = referenced(reference, self._root)
-        return target if isinstance(target, dict) else {"additionalProperties": True}
+        if not isinstance(reference, str):
+            return _ELSEWHERE
+        target = self._targets.get(reference)
+        if target is None:
+            schema = referenced(reference, self._root)
+            target = self._targets[reference] = schema if isinstance(schema, dict) else _ELSEWHERE
+        return target
 
     def _tells_apart(self, options: object) -> bool:
-        """Return whether no value matches two of the options of a `oneOf`."""
+        """Return whether no value matches two of the options of a `oneOf`, once their tag is required."""
         if not isinstance(options, list):
             return True
-        resolved = [self._resolved(option) for option in options]
-        return all(_is_apart(one, other) for one, other in combinations(resolved, 2))
+        self._visit(len(options))
+        resolved = [self._resolved(option) for option in options if not is_never(option)]
+        groups: dict[str | None, list[object]] = {}
+        for one in resolved:
+            kind = one.get("type") if isinstance(one, dict) else None
+            kind = "number" if kind == "integer" else kind
+            groups.setdefault(kind if isinstance(kind, str) else None, []).append(one)
+        several = [resolved] if None in groups else list(groups.values())
+        return all(self._is_group_apart(group) for group in several)
+
+    def _is_group_apart(self, options: list[object]) -> bool:
+        """Return whether no value matches two of the options, whose types do not distinguish them all."""
+        if len(options) < 2:
+            return True
+        constants = [self._constants_of(one) for one in options]
+        first = constants[0]
+        if any(
+            self._distinguishes([one.required.get(name) for one in constants])
+            for name in first.required
+        ):
+            return True
+        for name in first.all:
+            if self._distinguishes([one.all.get(name) for one in constants]):
+                self._require(name, options)
+                return True
+        return all(self._is_apart(one, other) for one, other in combinations(options, 2))
+
+    def _distinguishes(self, several: list[set[bytes] | None]) -> bool:
+        """Return whether no two of these sets of constants have one in common; None has any."""
+        seen, num_values = set[bytes](), 0
+        for values in several:
+            if values is None:
+                return False
+            self._visit(1 + len(values))
+            num_values += len(values)
+            seen |= values
+        return len(seen) == num_values
+
+    def _require(self, name: str, options: list[object]) -> None:
+        for one in options:
+            if isinstance(one, dict) and name not in _required(one):
+                tags = self._tags.setdefault(id(one), [])
+                if name not in tags:
+                    tags.append(name)
+
+    def _is_apart(self, one: object, other: object) -> bool:
+        """Return whether no value matches both: they have other types, or a required property with other constants."""
+        self._visit(1)
+        if not (isinstance(one, dict) and isinstance(other, dict)):
+            return False
+        kinds = one.get("type"), other.get("type")
+        if all(isinstance(kind, str) for kind in kinds) and kinds[0] != kinds[1]:
+            return set(kinds) != {"integer", "number"}
+        mine, theirs = self._constants_of(one).required, self._constants_of(other).required
+        for name in mine.keys() & theirs.keys():
+            self._visit(min(len(mine[name]), len(theirs[name])))
+            if mine[name].isdisjoint(theirs[name]):
+                return True
+        return False
+
+    def _constants_of(self, schema: object) -> _Constants:
+        if not isinstance(schema, dict):
+            return _NO_CONSTANTS
+        constants = self._constants.get(id(schema))
+        if constants is None:
+            constants = self._constants[id(schema)] = _constants(schema)
+        return constants
 
     def _resolved(self, option: object) -> object:
         if isinstance(option, dict) and "$ref" in option and "properties" not in option:
             return self._target(option["$ref"])
         return option
+
+    def _visit(self, num_visits: int) -> None:
+        """Count visits; raises ValidationError for too many."""
+        self.num_visits += num_visits
+        if self.num_visits > MAX_VISITS:
+            raise ValidationError(
+                "grammar is not valid: its schemas refer to each other in too many combinations: split `oneOf`, "
+                "`allOf` and `$ref` into fewer"
+            )
 
 
 def _is_composed(schema: Schema) -> bool:
@@ -196,36 +332,30 @@ def _is_composed(schema: Schema) -> bool:
     return num_parts + ("$ref" in schema) + isinstance(schema.get("properties"), dict) > 1
 
 
+def _required(schema: Schema) -> list[Any]:
+    required = schema.get("required")
+    return required if isinstance(required, list) else []
+
+
 def _names(schema: Schema) -> list[str]:
     """Return the properties that `schema` lists, and those that it requires."""
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
     listed = list(properties) if isinstance(properties, dict) else []
-    return listed + ([str(name) for name in required] if isinstance(required, list) else [])
+    return listed + [str(name) for name in _required(schema)]
 
 
-def _is_apart(one: object, other: object) -> bool:
-    """Return whether no value matches both: they have other types, or a required property with other constants."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return False
-    kinds = one.get("type"), other.get("type")
-    if all(isinstance(kind, str) for kind in kinds) and kinds[0] != kinds[1]:
-        return set(kinds) != {"integer", "number"}
-    mine, theirs = _constants(one), _constants(other)
-    return any(not mine[name] & theirs[name] for name in mine.keys() & theirs.keys())
-
-
-def _constants(schema: Schema) -> dict[str, set[bytes]]:
-    """Return the values of each required property that has only constants."""
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return {}
+def _constants(schema: Schema) -> _Constants:
+    """Return the values of each property that has only constants."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return _NO_CONSTANTS
     constants = {}
-    for name in required:
-        of = properties.get(name) if isinstance(name, str) else None
+    for name, of in properties.items():
         values = _values(of)
         if values is not None:
             constants[name] = {orjson.dumps(value) for value in values}
-    return constants
+    names = [name for name in _required(schema) if isinstance(name, str) and name in constants]
+    return _Constants(constants, {name: constants[name] for name in names})
 
 
 def _values(schema: object) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -125,8 +126,12 @@ class TokenStream:
         """Set before the end of a request that is pooled."""
         self._on_close: Callable[[], None] | None = None
         self._sink: TokenSink[TokenEvent] | None = None
-        self._early: list[TokenEvent] = []
-        """Tokens that came before the sink."""
+        self._early: deque[TokenEvent] = deque()
+        """Tokens that came before the sink, or are held."""
+        self._held_sink: TokenSink[TokenEvent] | None = None
+        self._on_held: Callable[[], None] | None = None
+        self._on_connect: Callable[[], None] | None = None
+        self._has_passed_end = False
         self._error: RouterError | None = None
 
     @property
@@ -142,6 +147,8 @@ class TokenStream:
             self._sink.token(event)
         elif not self.closed:
             self._early.append(event)
+            if self._on_held is not None:
+                self._on_held()
 
     def fail(self, error: RouterError) -> None:
         """End the stream with `error`, after the tokens already sent."""
@@ -151,16 +158,54 @@ class TokenStream:
         self._error = error
         if self._sink is not None:
             self._sink.fail(error)
+        elif self._on_held is not None:
+            self.release()
 
     def connect(self, sink: TokenSink[TokenEvent]) -> None:
         """Hand all tokens to `sink`, which must not raise."""
+        self._held_sink = sink
+        if self._on_held is None:
+            self.release()
+        elif self._on_connect is not None:
+            self._on_connect()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a sink."""
+        return self._sink is not None or self._held_sink is not None
+
+    @property
+    def num_held(self) -> int:
+        """Tokens that are kept."""
+        return len(self._early)
+
+    def hold(self, on_token: Callable[[], None], on_connect: Callable[[], None]) -> None:
+        """Keep tokens until `release` or an error; call `on_token` with each, and `on_connect` when there is a sink."""
+        self._on_held, self._on_connect = on_token, on_connect
+
+    def pass_on(self) -> bool:
+        """Hand the oldest token that is held to the sink; False if none is."""
+        if not self._early or self._held_sink is None:
+            return False
+        event = self._early.popleft()
+        self._has_passed_end = event.finished is not None
+        self._held_sink.token(event)
+        return True
+
+    def release(self) -> None:
+        """Hand all tokens to the sink that is connected, and further ones when they come."""
+        sink, self._held_sink, self._on_held, self._on_connect = self._held_sink, None, None, None
+        if sink is None:
+            return
         self._sink = sink
-        early, self._early = self._early, []
-        for event in early:
+        has_ended = self._has_passed_end
+        while self._early:
+            event = self._early.popleft()
+            has_ended = event.finished is not None
             sink.token(event)
         if self._error is not None:
             sink.fail(self._error)
-        elif self.ended and (not early or early[-1].finished is None):
+        elif self.ended and not has_ended:
             sink.fail(IncompleteGeneration())
 
     def when_closed(self, call: Callable[[], None]) -> None:
@@ -173,7 +218,7 @@ class TokenStream:
             return
         self.closed = True
         # The sink refers to the stream as well: without the cycle a request is freed at once.
-        self._sink = None
+        self._sink = self._held_sink = self._on_held = self._on_connect = None
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()

@@ -1,5 +1,6 @@
 """Pure decisions: which rows run in the next step, and in which blocks.
 
-Entry points: `planner.Planner`, `factory.planner_from`.
-May import: request, prediction, config. No I/O, no clock.
+Entry points: `planner.Planner`, `factory.budgets_from`.
+No I/O, no clock.
+Imports: config, prediction, request.
 """

@@ -1,20 +1,22 @@
-"""Makes budgets, queue, planner and forecaster from the flags, for the router and the simulator."""
+"""Makes budgets, queue, blocks and forecaster from the flags, for the router and the simulator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from millrace_router.config import RouterConfig
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
+from millrace_router.prediction.traffic import TrafficStatistics
+from millrace_router.scheduler.block_ledger import BlockLedger
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.draft_length import DraftPolicy
-from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
+from millrace_router.scheduler.state_pages import StatePages
 from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.window_blocks import WindowBlocks, WindowGroup
 
 DEFAULT_PREFILL_TOKENS = 4096
 """Prefill tokens of one step, by default and if they fit."""
@@ -55,19 +57,40 @@ def queue_from(flags: RouterConfig) -> RequestQueue:
     return WaitingQueue(ageing_seconds=flags.priority_ageing, max_wait_seconds=flags.max_queue_wait)
 
 
-def planner_from(
-    budgets: Budgets,
-    cost: CostModel,
-    *,
+def blocks_from(  # noqa: PLR0913
     num_blocks: int,
     block_size: int,
+    *,
     prefix_caching: bool,
-    drafts: DraftPolicy | None = None,
     new_cache: Callable[[], PrefixCache] = PrefixCache,
-) -> Planner:
-    """Return a planner without rows; block 0 is one of `num_blocks`."""
+    ledger: BlockLedger | None = None,
+    windows: Sequence[WindowGroup] = (),
+    whole_tokens: int = 0,
+    state_pages: int = 0,
+) -> BlockManager:
+    """Return blocks and pages of states that are all free.
+
+    Block 0 is one of `num_blocks`, and page 0 one of `state_pages`, if there are any. `whole_tokens` of a prompt may
+    have to be computed in one step.
+    """
+    first, groups = num_blocks, []
+    for group in windows:
+        groups.append(
+            WindowBlocks(
+                group,
+                block_size,
+                first=first,
+                caching=prefix_caching,
+                ledger=ledger,
+                whole_tokens=whole_tokens,
+            )
+        )
+        first += group.num_blocks
     cache = new_cache() if prefix_caching else None
-    return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, drafts)
+    states = None
+    if state_pages:
+        states = StatePages(state_pages, block_size, first=first, ledger=ledger)
+    return BlockManager(num_blocks, block_size, cache, ledger, groups, states)
 
 
 def late_planning_from(flags: RouterConfig, cost: CostModel, *, most: float = MOST) -> LatePlanning:
@@ -84,6 +107,7 @@ def forecaster_from(
     *,
     block_size: int,
     num_blocks: int,
+    traffic: TrafficStatistics | None = None,
 ) -> Forecaster:
     """Return a forecaster for this batch; block 0 is not one of `num_blocks`."""
     return Forecaster(
@@ -97,4 +121,5 @@ def forecaster_from(
         target_inter_token_latency=budgets.target_inter_token_latency,
         steps_in_flight=flags.steps_in_flight,
         late=late,
+        traffic=traffic,
     )

@@ -127,7 +127,7 @@ class MultiTokenRows:
     ) -> Progress:
         """Correct the counts of multi-token rows by the answer to `plan`, before its tokens are delivered.
 
-        `counts` and `computed` are as in `wire.StepResult`. The caller adds the advances to the rows' positions.
+        `counts` and `computed` are as in `step_result.StepResult`. The caller adds the advances to the rows' positions.
 
         Raises:
             ValueError: a row has filled no position, or more than it was allowed.
@@ -185,6 +185,8 @@ class MultiTokenRows:
             blocks = self._blocks
             if blocks.num_available - blocks.count(lacking) < spare:
                 extra -= lacking
+        if self._blocks.windows:
+            extra = min(extra, self._blocks.window_room(row.slot) - row.num_kv_tokens)
         if extra <= 0:
             return 0
         plan.load.extra_positions += extra

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from itertools import chain, repeat
 
 from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.admission import Admission
 from millrace_router.scheduler.block_manager import BlockManager, advance
 from millrace_router.scheduler.draft_length import DraftPolicy, FixedDraftLength
+from millrace_router.scheduler.image_features import ImageFeatures
 from millrace_router.scheduler.multi_token import MultiTokenRows, Progress
 from millrace_router.scheduler.preemption import Expulsion, row_to_yield, rows_to_preempt
 from millrace_router.scheduler.prefill import ChunkedPrefill
@@ -36,8 +38,12 @@ class Planner:
         blocks: BlockManager,
         cost: CostModel | None = None,
         drafts: DraftPolicy | None = None,
+        images: ImageFeatures | None = None,
     ) -> None:
-        """`drafts` chooses the number of draft tokens; without it there are always as many as possible."""
+        """`drafts` chooses the number of draft tokens; without it there are always as many as possible.
+
+        `images` is for a model that reads them.
+        """
         if drafts is None and budgets.max_draft_tokens:
             drafts = FixedDraftLength(budgets.max_draft_tokens)
         self.budgets = budgets
@@ -53,7 +59,11 @@ class Planner:
         """(last step that may name it, slot)."""
         self.expulsion = Expulsion()
         self._multi_token = MultiTokenRows(blocks, drafts)
-        self._admission = Admission(budgets, blocks)
+        self.images = images
+        self._cost = cost
+        self._has_encoded = False
+        """Whether the last step has encoded a tile of a picture."""
+        self._admission = Admission(budgets, blocks, images)
         self._prefill = ChunkedPrefill(
             budgets,
             self.rows,
@@ -67,12 +77,15 @@ class Planner:
     @property
     def num_paused(self) -> int:
         """Preempted requests, which will be admitted again."""
-        return len(self._preempted) + len(self._yielded) + self._admission.num_paused
+        waiting = 0 if self.images is None else self.images.num_waiting
+        return len(self._preempted) + len(self._yielded) + self._admission.num_paused + waiting
 
     @property
     def num_paused_tokens(self) -> int:
         """Prompt and generated tokens of preempted requests, which will be computed again or found in the cache."""
         tokens = sum(row.entry.num_inputs for row in self._preempted.values())
+        if self.images is not None:
+            tokens += self.images.num_waiting_tokens
         return tokens + self._admission.num_paused_tokens
 
     @property
@@ -84,9 +97,27 @@ class Planner:
         """Input tokens of `request` that are cached now."""
         return self._admission.num_cached(request)
 
+    def park(self) -> None:
+        """Take back the blocks of an ended epoch but those with computed positions, which their requests keep.
+
+        A position counts as computed once its step was answered: later ones may hold anything. The last known token has
+        to be computed in any case. A request that wants its prompt's log probabilities computes all of it again, and
+        a preempted one gives its blocks back as it would have done. So does every request of a model with recurrent
+        layers, whose state may be ahead of the answers: it goes on from the last copy of it, as over a cached prefix.
+        """
+        rows = () if self.blocks.states is not None else self.rows.values()
+        for row in sorted(rows, key=lambda row: row.seniority):
+            request = row.entry
+            if not (request.closed or request.wants_prompt_logprobs):
+                positions = min(row.num_computed, request.num_inputs - 1)
+                self.blocks.park(row.slot, request, row.seniority, positions)
+        self.blocks.release_all()
+
     def take_all(self) -> list[tuple[int, SchedulableRequest]]:
         """Remove and return every admitted request whose client has not left, with its seniority, in that order."""
         rows = [*self.running, *self._yielded]
+        for row in self.rows.values():
+            row.entry.num_interrupted = min(row.num_computed, row.entry.num_inputs - 1)
         requests = [(row.seniority, row.entry) for row in rows] + self._admission.take_all()
         self.rows.clear()
         self._multi_token.slots.clear()
@@ -119,6 +150,8 @@ class Planner:
             del self.rows[row.slot]
             self._multi_token.slots.discard(row.slot)
             self._to_drop.append(row)
+            if row.image_rows and self.images is not None:
+                self.images.release(row.entry)
         elif self._preempted.get(row.slot) is row:
             del self._preempted[row.slot]
 
@@ -133,16 +166,20 @@ class Planner:
         *,
         counts: Iterable[tuple[int, int]] = (),
         computed: Iterable[tuple[int, int, int]] = (),
+        failed_images: Collection[int] = (),
     ) -> Progress | None:
         """Register that `plan` has run, before its tokens are delivered: its full blocks may be shared from now on.
 
         The values of `failed_slots` are not finite, and their blocks are not shared. `counts` and `computed` are as in
-        `wire.StepResult`. Returns the results of multi-token rows; None if the plan has no such rows.
+        `shards.step_result.StepResult`. Returns the results of multi-token rows; None if the plan has no such rows.
 
         Raises:
             ValueError: the answer contradicts the plan.
 
         """
+        if plan.encodes and self.images is not None:
+            self.images.computed(plan.encodes, failed_images)
+            return None
         progress: Progress | None = None
         advances: Iterator[int] = repeat(1)
         if plan.multi_token_slots:
@@ -151,7 +188,10 @@ class Planner:
             )
             advances = iter(progress.advances) if progress.advances else advances
         filled = chain(plan.chunks, zip(plan.decodes, advances, strict=False))
-        advance(filled, (self.rows, self._preempted), self.blocks, failed_slots)
+        rows = self.rows, self._preempted
+        advance(filled, rows, self.blocks, failed_slots)
+        if plan.saves and self.blocks.states is not None:
+            self.blocks.states.computed(plan, rows, failed_slots)
         return progress
 
     def step_took(self, progress: Progress, seconds: float) -> None:
@@ -160,9 +200,13 @@ class Planner:
 
     def answered(self, number: int) -> None:
         """Reuse the slots that no step after `number` can name."""
+        if self.images is not None:
+            self.images.answered(number)
         while self._retired and self._retired[0][0] <= number:
             _, slot = self._retired.popleft()
             self.blocks.release(slot)
+            if self.blocks.states is not None:
+                self.blocks.states.release(slot)
             self._admission.free(slot)
             row = self._preempted.pop(slot, None)
             if row is not None and row.has_yielded:
@@ -178,6 +222,8 @@ class Planner:
         """Return the next step, which counts as sent from now on; None if there is nothing to do."""
         plan = StepPlan()
         self._drop_closed()
+        if self.blocks.has_parked:
+            self.blocks.free_parked(lambda request: request.closed)
         self._retire(plan, last_sent)
         self.answered(last_answered)
         self.expulsion.requeue(self._yielded, waiting)
@@ -190,8 +236,55 @@ class Planner:
         if self.budgets.share_slots:
             self._preempt_for_tenants(waiting, plan)
         self._retire(plan, last_sent)
+        if self.images is None:
+            self._prefill.plan(waiting, plan)
+        elif not self._plan_with_images(self.images, waiting, plan, last_sent):
+            return plan
+        if self.blocks.states is not None and self.blocks.cache is not None:
+            self.blocks.states.plan(plan, self.rows)
+        if self.blocks.ledger is not None and plan.has_forward:
+            plan.seals = self.blocks.ledger.take_seals()
+        return plan if plan.dropped or plan.has_forward or plan.is_encoding else None
+
+    def _plan_with_images(
+        self, images: ImageFeatures, waiting: RequestQueue, plan: StepPlan, last_sent: int
+    ) -> bool:
+        """Plan prompts and decodes, or a tile of a picture in turn with them; whether no tile comes first."""
+        for seniority, request in images.take_ready():
+            self._admission.readmit(seniority, request)
+        if not self._has_encoded and self._encodes(images, plan, last_sent):
+            return False
+        self._has_encoded = False
         self._prefill.plan(waiting, plan)
-        return plan if plan.dropped or plan.has_forward else None
+        if plan.has_forward or (not self._encodes(images, plan, last_sent) and images.lacks_slots):
+            plan.freed_images = images.take_freed(last_sent + 1)
+        return True
+
+    def _encodes(self, images: ImageFeatures, plan: StepPlan, last_sent: int) -> bool:
+        """Have the step encode the next tile, or some layers of it; whether there is one."""
+        if not images.has_work:
+            return False
+        part = images.next_part(self._most_encoder_layers(images))
+        plan.encodes.append(part)
+        plan.load = StepLoad(tiles=part.cost)
+        plan.freed_images = images.take_freed(last_sent + 1)
+        self._has_encoded = True
+        return True
+
+    def _most_encoder_layers(self, images: ImageFeatures) -> int:
+        """Return layers that take no longer than a step of the rows, or than the goal leaves them; all without rows."""
+        if not self.rows or self._cost is None:
+            return images.num_layers
+        tile_seconds = self._cost.tile_seconds * images.next_cost
+        load = StepLoad(
+            decodes=len(self.rows), context=sum([row.num_kv_tokens for row in self.rows.values()])
+        )
+        step_seconds = self._cost.seconds(load)
+        if not tile_seconds or step_seconds is None:
+            return 1
+        goal = self.budgets.target_inter_token_latency or 0.0
+        seconds = max(step_seconds, goal - step_seconds)
+        return max(1, min(images.num_layers, int(seconds / tile_seconds * images.num_layers)))
 
     def _drop_closed(self) -> None:
         """Drop the rows whose clients have left."""

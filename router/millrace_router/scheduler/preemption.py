@@ -20,7 +20,8 @@ def rows_to_preempt(
     """Return the most junior rows, as many as are necessary for the others to grow for `LOOKAHEAD` steps.
 
     Blocks that will soon be free count as free: the blocks of `retired` slots and of rows whose last token is
-    planned. One row always stays, and so do rows to which all their blocks are promised.
+    planned. One row always stays, and so do rows to which all their blocks are promised. Parked blocks are taken back
+    before any row is chosen.
     """
     if blocks.num_available >= LOOKAHEAD * len(rows):
         return []
@@ -29,7 +30,10 @@ def rows_to_preempt(
     coming += sum(
         blocks.num_releasable(row.slot) for row in rows if row.num_tokens_planned >= row.max_tokens
     )
-    short = sum(_need(row, blocks) for row in growing) - blocks.num_available - coming
+    need = sum(_need(row, blocks) for row in growing) - coming
+    while need > blocks.num_available and blocks.free_junior_parked():
+        pass
+    short = need - blocks.num_available
     victims = sorted((row for row in growing if not row.promised), key=lambda row: row.seniority)
     chosen = []
     while short > 0 and len(victims) > 1:

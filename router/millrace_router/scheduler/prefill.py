@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.cost import FIRST_PROMPT_TOKENS, CostModel
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler import prefill_order
@@ -87,7 +87,7 @@ class ChunkedPrefill:
         if not (self._pending or len(waiting) or self._admission.num_paused):
             return
         budget = self._prompt_budget(plan)
-        quota, defers = self._quota(budget)
+        quota, defers = self._quota(budget, has_decodes=bool(plan.decodes))
         # Decodes may take the whole budget, but prompts must go on.
         least = self._least_chunk if self._pending or budget.tokens >= self._least_chunk else 0
         while least or budget.fitting() > 0:
@@ -95,12 +95,17 @@ class ChunkedPrefill:
             if row is None:
                 break
             self._overtake(row, quota, budget, waiting, plan)
+            chunk = self._least_chunk
+            if plan.load.extra_positions:
+                # Those left room for one least chunk, of which overtaking prompts have taken some.
+                chunk = max(1, min(chunk, budget.tokens))
+            least = min(least, chunk)
             start = row.num_prompt_planned
             # The cost model may leave no token so far into a prompt.
             most = max(least, budget.fitting(start), 1)
             if 0.0 < quota.spent <= defers and row.num_prompt_left > most:
-                most, self._has_deferred = self._least_chunk, True
-            budget.spend(self._chunk(row, most, plan), start=start)
+                most, self._has_deferred = chunk, True
+            budget.spend(self._chunk(row, most, plan, exceeds=True), start=start)
             least = 0
             if row.num_prompt_left:
                 break
@@ -127,14 +132,14 @@ class ChunkedPrefill:
         plan.load.decodes = len(plan.decodes)
         plan.load.context = context
 
-    def _quota(self, budget: PromptBudget) -> tuple[PromptBudget, float]:
+    def _quota(self, budget: PromptBudget, *, has_decodes: bool) -> tuple[PromptBudget, float]:
         """The part of `budget` for overtaking prompts, and the seconds up to which they leave out the oldest one."""
         if not self.budgets.shortest_first:
             return PromptBudget(0), 0.0
         had_deferred, self._has_deferred = self._has_deferred, False
         if had_deferred:
             return budget.share(prefill_order.SHARE_AFTER_DEFERRAL), 0.0
-        defers = prefill_order.DEFERRAL_SHARE * budget.seconds
+        defers = prefill_order.DEFERRAL_SHARE * budget.seconds if has_decodes else 0.0
         return budget.share(prefill_order.OVERTAKING_SHARE), defers if defers < math.inf else 0.0
 
     def _unfinished(self) -> list[Row]:
@@ -213,25 +218,28 @@ class ChunkedPrefill:
 
     def _prompt_budget(self, plan: StepPlan) -> PromptBudget:
         """Return the prompts that fit in addition to the decodes, also by the target latency."""
-        load = plan.load
+        load, cost = plan.load, self._cost
         tokens = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
-        if self._cost is None or not load.decodes:
+        if cost is None:
             return PromptBudget(tokens)
-        load = self._multi_token.expected_load(load)
-        seconds = self._cost.seconds_for_prompts(self._max_step_seconds(load), load)
-        if self.budgets.shortest_first:
+        if not cost.is_known:
+            return PromptBudget(min(tokens, FIRST_PROMPT_TOKENS))
+        if load.decodes:
+            load = self._multi_token.expected_load(load)
+        seconds = cost.seconds_for_prompts(self._max_step_seconds(load), load)
+        if self.budgets.shortest_first and load.decodes:
             # Overtaking prompts go on even where the decodes take longer than the target.
-            seconds = max(seconds, self._cost.prompt_seconds(2 * self._least_chunk, start=0))
-        return PromptBudget(tokens, seconds, self._cost)
+            seconds = max(seconds, cost.prompt_seconds(2 * self._least_chunk, start=0))
+        return PromptBudget(tokens, seconds, cost)
 
     def _max_step_seconds(self, load: StepLoad) -> float:
         """Return seconds that prompts may make the step last, which has `load` without them."""
         assert self._cost is not None
-        target = self.budgets.target_inter_token_latency or math.inf
-        beside = self._cost.seconds_beside_prompts(load)
-        if not self.budgets.shortest_first or beside is None:
-            return target
-        return min(target, prefill_order.max_step_seconds(beside))
+        plain, beside = self._cost.seconds(load), self._cost.seconds_beside_prompts(load)
+        assert plain is not None
+        assert beside is not None
+        target = self.budgets.target_inter_token_latency
+        return prefill_order.max_step_seconds(plain, beside, load.decodes, target)
 
     def _must_readmit(self) -> bool:
         """Return whether preempted rows come first, once their steps in flight are answered."""
@@ -248,15 +256,27 @@ class ChunkedPrefill:
         self._pending.append(row)
         return row
 
-    def _chunk(self, row: Row, budget: int, plan: StepPlan) -> int:
-        """Plan up to `budget` input tokens of `row`; return how many."""
+    def _chunk(self, row: Row, budget: int, plan: StepPlan, *, exceeds: bool = False) -> int:
+        """Plan up to `budget` input tokens of `row`; return how many.
+
+        With `exceeds` it goes on to the end of what may not be cut, if it begins there.
+        """
         num_tokens, start = min(row.num_prompt_left, budget), row.num_prompt_planned
+        room = row.num_prompt_left
+        if self._blocks.windows:
+            room = min(room, self._blocks.window_room(row.slot) - start)
+            num_tokens = min(num_tokens, room)
+        if (images := self._admission.images) is not None:
+            most = room if exceeds else num_tokens
+            num_tokens = _without_cut(images.uncut(row.entry), start, num_tokens, most)
         if num_tokens <= 0:
             return 0
         before = _take_chunk(plan, row) if start > row.num_cached else 0
         row.num_prompt_planned = row.num_kv_tokens = start + num_tokens
         if row.num_prompt_left == 0:
             row.num_tokens_planned = 1
+            if row.image_rows and self._admission.images is not None:
+                self._admission.images.release(row.entry)
             if row.is_multi_token:
                 plan.multi_token_slots.append(row.slot)
         grow(row, self._blocks, plan.grown)
@@ -274,3 +294,16 @@ def _take_chunk(plan: StepPlan, row: Row) -> int:
             del plan.chunks[index]
             return num_tokens
     return 0
+
+
+def _without_cut(uncut: Iterable[tuple[int, int]], start: int, num_tokens: int, most: int) -> int:
+    """Return up to `num_tokens` of a prompt from `start` on that end inside of none of the parts `uncut`.
+
+    They go on to the end of a part that `start` is in, if these are up to `most`; else there are none.
+    """
+    for position, end in uncut:
+        if position < start + num_tokens < end:
+            if position > start:
+                return position - start
+            return end - start if end - start <= most else 0
+    return num_tokens

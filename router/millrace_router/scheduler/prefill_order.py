@@ -16,9 +16,17 @@ DEFERRAL_SHARE = 1 / 8
 """A step leaves out the oldest prompt if those that overtake it take no more of its budget than this."""
 MAX_EARLY = 3
 """Overtaking prompts that may be computed in part at once: each holds KV blocks for all of its tokens."""
+LONGEST_PROMPT_STEP = 0.5
+"""Seconds of a step without decodes, or longer where its prompts would not take `LEAST_PROMPT_SHARE` of it. With two
+steps in flight, one whose client has left delays others by twice as much."""
 LEAST_PROMPT_SHARE = 0.9
-"""Share of a step's time that goes to its prompts when the step is as long as it may be. Short steps let new prompts
-join soon; at this length the step's decodes and the weights slow prompts down by a tenth."""
+"""Share of the longest step's time that goes to its prompts: the weights and the decodes slow them down by a tenth."""
+MOST_STEPS = 3.0
+"""A step with prompts and many decodes lasts at most as long as so many steps without prompts."""
+LEAST_OVER_FIXED = 3.0
+"""Prompt tokens may take so many times what any of them add to a step: smaller chunks would cost throughput."""
+NO_STALL = 0.02
+"""Seconds of a pause that is not noticed."""
 
 
 def longest_overtaking(num_left: int) -> int:
@@ -29,6 +37,17 @@ def longest_overtaking(num_left: int) -> int:
     return num_left // 2
 
 
-def max_step_seconds(seconds_beside_prompts: float) -> float:
-    """Return seconds that a step with prompts should take at most, from those that its prompts do not account for."""
-    return seconds_beside_prompts / (1.0 - LEAST_PROMPT_SHARE)
+def max_step_seconds(plain: float, least: float, num_streams: int, target: float | None) -> float:
+    """Return seconds that a step with prompts should take at most, `target` if there is one.
+
+    It takes `plain` without prompts, and `least` with them, their tokens not counted. All of `num_streams` wait for
+    it: one stream may wait for ten times `plain`, two for 4.75 times, and many for three times.
+    """
+    longest_share = 1.0 / (1.0 - LEAST_PROMPT_SHARE)
+    longest = max(LONGEST_PROMPT_STEP, longest_share * least)
+    if not num_streams:
+        return longest
+    if target is None:
+        multiple = MOST_STEPS + (longest_share - MOST_STEPS) / num_streams**2
+        target = max(multiple * plain, least + LEAST_OVER_FIXED * (least - plain), NO_STALL)
+    return min(target, longest)

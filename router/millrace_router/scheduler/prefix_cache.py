@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class CachedBlock:
@@ -45,6 +45,17 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
+
+    def adopt(self, blocks: Mapping[int, bytes]) -> set[int]:
+        """Take computed blocks, with their keys, as idle, the first to be evicted first; return those that are used."""
+        for block, key in blocks.items():
+            if key not in self._blocks:
+                self._blocks[key] = self._idle[key] = CachedBlock(key, block)
+        return {cached.block for cached in self._idle.values()}
+
+    def keys_by_block(self) -> dict[int, bytes]:
+        """Return the key of each block that can be found."""
+        return {cached.block: key for key, cached in self._blocks.items()}
 
     def pin(self, blocks: Iterable[CachedBlock]) -> None:
         """Protect `blocks`, the beginning of a chain, from eviction."""

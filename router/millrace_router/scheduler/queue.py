@@ -18,6 +18,7 @@ class RequestQueue(ABC):
 
     num_prompt_tokens: int
     """Prompt tokens of all waiting requests."""
+    _deadlines: Deadlines
 
     @abstractmethod
     def __len__(self) -> int:
@@ -65,9 +66,12 @@ class RequestQueue(ABC):
     def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
         """Number and prompt tokens of the requests that are served before one with `scheduling` that comes `now`."""
 
-    @abstractmethod
     def expired(self, now: float) -> list[SchedulableRequest]:
         """Take out the requests that have waited for too long, the most overdue first."""
+        expired = self._deadlines.take_expired(now)
+        for request in expired:
+            self.discard(request)
+        return expired
 
     @abstractmethod
     def served(self, request: SchedulableRequest, num_tokens: int) -> None:
@@ -173,13 +177,6 @@ class WaitingQueue(RequestQueue):
             return number, self.num_prompt_tokens
         first = (self._requests[request_id] for _, request_id in self._order[:number])
         return number, sum(request.num_prompt_tokens for request in first)
-
-    @override
-    def expired(self, now: float) -> list[SchedulableRequest]:
-        expired = self._deadlines.take_expired(now)
-        for request in expired:
-            self.discard(request)
-        return expired
 
     @override
     def served(self, request: SchedulableRequest, num_tokens: int) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.block_ledger import Seals
 
 METHODS = ("prefill", "decode")
 """TGI's labels of steps for metrics."""
@@ -57,7 +60,11 @@ class Row:
     max_tokens: int
     """Most tokens that it may still yield."""
     num_cached: int = 0
-    """Input tokens whose KV was found in the cache."""
+    """Input tokens that have KV at its admission, because it was found in the cache or kept."""
+    num_kept: int = 0
+    """Those of them whose KV the request kept itself, over the failure that interrupted it."""
+    num_recomputed: int = 0
+    """Input tokens that had KV before that failure, and are computed again."""
     num_prompt_planned: int = 0
     """Input tokens that are cached or planned."""
     num_tokens_planned: int = 0
@@ -70,6 +77,8 @@ class Row:
     """KV positions filled by answered steps."""
     num_entered: int = 0
     """KV positions in blocks that were offered to the cache."""
+    window_starts: tuple[int, ...] = ()
+    """How many first blocks of its table each window group did not have any more at its admission."""
     promised: bool = False
     """Whether all blocks that it can ever need are promised, so that it is never preempted."""
     has_yielded: bool = False
@@ -78,6 +87,12 @@ class Row:
     """Whether its prompt is computed ahead of its turn."""
     is_multi_token: bool = False
     """Whether its decodes may fill more than one position."""
+    state_page: int = 0
+    """The page of its state; 0 without recurrent layers."""
+    image_rows: Sequence[tuple[int, int, int]] = ()
+    """(position, tokens, first row of features) of the placeholders of pictures that are not cached."""
+    restored_page: int = 0
+    """The page with a copy of its state after `num_cached` tokens; 0: there is none."""
 
     @property
     def num_prompt_left(self) -> int:
@@ -90,9 +105,23 @@ class Row:
         return self.num_inputs + self.max_tokens - 1 - self.num_kv_tokens
 
 
+class TilePart(NamedTuple):
+    """Some layers of the encoder for a tile of a picture."""
+
+    slot: int
+    """Of the picture's pixels."""
+    tile: int
+    num_layers: int
+    """Layers that the step runs, after those that earlier ones ran."""
+    is_last: bool
+    """Whether the tile's features are there then."""
+    cost: float
+    """Tiles of the cost model that it costs."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """One step. Without chunks and decodes it only drops sequences."""
+    """One step. Without chunks, decodes and tiles to encode it only drops sequences."""
 
     dropped: list[int] = field(default_factory=list)
     """Slots whose sequences end or are preempted."""
@@ -111,6 +140,14 @@ class StepPlan:
     """Indices in `decodes` of those that may fill more than one position."""
     multi_token_slots: list[int] = field(default_factory=list)
     """Slots of the multi-token rows, whose number of new tokens only the answer has; one is assumed until then."""
+    encodes: list[TilePart] = field(default_factory=list)
+    """Work for pictures; a step that encodes has neither chunks nor decodes."""
+    freed_images: list[int] = field(default_factory=list)
+    """Image slots whose pixels are forgotten."""
+    saves: list[tuple[int, int, int]] = field(default_factory=list)
+    """(slot, position, page): copies of states after so many tokens of a slot."""
+    seals: Seals = field(default_factory=Seals)
+    """For the directories of shards whose KV outlives them."""
     num_preempted: int = 0
     concat_reason: str | None = None
     """TGI's word for the reason why requests join a running batch; None if none joins."""
@@ -119,6 +156,11 @@ class StepPlan:
     @property
     def method(self) -> str:
         return "prefill" if self.chunks else "decode"
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether the step encodes tiles of pictures, or only forgets pixels."""
+        return bool(self.encodes or (self.freed_images and not self.has_forward))
 
     @property
     def has_forward(self) -> bool:

@@ -188,13 +188,6 @@ class TenantQueue(RequestQueue):
         return number + round(more_number * scale), tokens + round(more_tokens * scale)
 
     @override
-    def expired(self, now: float) -> list[SchedulableRequest]:
-        expired = self._deadlines.take_expired(now)
-        for request in expired:
-            self.discard(request)
-        return expired
-
-    @override
     def served(self, request: SchedulableRequest, num_tokens: int) -> None:
         if self._length and num_tokens:
             tenant = self._tenant(request.scheduling.tenant)

@@ -35,6 +35,8 @@ CLIENT_GONE = 499
 PROBED_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/metrics", "/status"})
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+SENT: web.RequestKey[web.StreamResponse] = web.RequestKey("sent", web.StreamResponse)
+"""A stream that was sent to its last event, whatever becomes of the connection then."""
 _GENERATIONS: web.RequestKey[list[Generation | Collected]] = web.RequestKey("generations", list)
 _SALT = secrets.token_bytes(16)
 """Salt of the hashes of keys in the log, so that they reveal nothing about the keys."""
@@ -45,6 +47,11 @@ log = structlog.get_logger(__name__)
 def watch(request: web.Request, *generations: Generation | Collected) -> None:
     """Add generations to the request's line."""
     request[_GENERATIONS].extend(generations)
+
+
+def prepare_detached(request: web.Request, request_id: str | None) -> None:
+    """Give a request that no middleware sees what its handler expects."""
+    request[REQUEST_ID], request[_GENERATIONS] = _request_id(request_id), []
 
 
 @web.middleware
@@ -68,7 +75,8 @@ async def access_log(request: web.Request, handler: Handler) -> web.StreamRespon
         finally:
             if token is not None:
                 CURRENT.reset(token)
-            _end(request, response, names, context, (started_at, time.monotonic()))
+            period = started_at, time.monotonic()
+            _end(request, response or request.get(SENT), names, context, period)
     return response
 
 

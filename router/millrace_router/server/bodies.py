@@ -6,9 +6,13 @@ The last value counts if an object has a key twice, as in most parsers.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
+from threading import Lock
 from typing import TypeVar
 
 import orjson
@@ -18,14 +22,17 @@ from pydantic import ValidationError as ShapeError
 
 from millrace_router.errors import (
     BodyError,
+    BodyShapeError,
     BodySizeError,
     BodyTimeout,
     EncodingError,
     MediaTypeError,
+    Overloaded,
     RouterError,
     Unhealthy,
 )
-from millrace_router.validation.shape_messages import shape_error
+from millrace_router.server.connections import CONNECTIONS, Connection, Held
+from millrace_router.validation.shape_messages import make_whole, shape_error
 
 MAX_DEPTH = 200
 """Most levels of arrays and objects in a body. orjson, which may render them again, has a limit of 254."""
@@ -33,7 +40,10 @@ MAX_CONTAINERS = 20_000
 """Most arrays and objects in a body: they take 20 times as long to read as numbers and texts, and block the loop."""
 BODY_SECONDS = 120.0
 """Time limit for a body to arrive. aiohttp waits forever for the rest of a body with malformed chunks."""
-ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
+PLAIN_ENCODINGS = frozenset({"", "identity"})
+ENCODINGS = PLAIN_ENCODINGS | {"gzip", "deflate"}
+LARGE_BYTES = 1 << 16
+"""Size above which a body is parsed in a thread: parsing, checking and naming its parts takes milliseconds."""
 
 _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 """All bytes except brackets and quotes."""
@@ -41,43 +51,129 @@ _LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 ERROR_TYPE: web.ResponseKey[str] = web.ResponseKey("error_type", str)
 """Type of the request's failure, for the log."""
+_BODY: web.RequestKey[Held] = web.RequestKey("body", Held)
+_IS_LARGE: web.RequestKey[bool] = web.RequestKey("is_large", bool)
+_STREAMS: web.RequestKey[bool] = web.RequestKey("streams", bool)
+_WORKER: web.AppKey[ThreadPoolExecutor] = web.AppKey("parser", ThreadPoolExecutor)
+_TURN: web.AppKey[asyncio.Lock] = web.AppKey("turn", asyncio.Lock)
+"""Held during a call of the worker. The loop passes it on, so it handles its ready sockets between two calls, each of
+which may keep the interpreter for tens of milliseconds."""
 
+MAX_WHOLE_NUMBERS = 20
+"""Most fields and lists of one body that have whole numbers with a fraction; each takes one more check."""
+
+_COMPLETING = Lock()
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+def prepare_parser(app: web.Application) -> None:
+    """Give `app` the thread that parses large bodies, one after the other."""
+    worker = app[_WORKER] = ThreadPoolExecutor(1, thread_name_prefix="parse")
+    app[_TURN] = asyncio.Lock()
+
+    async def close(_: web.Application) -> None:
+        worker.shutdown(wait=False, cancel_futures=True)
+
+    app.on_cleanup.append(close)
 
 
 async def read_body(request: web.Request) -> bytes:
-    """Read the body, which the request keeps: reading it again costs nothing.
+    """Receive the body, which the request keeps until it is parsed: reading it again costs nothing.
 
     Raises:
         BodySizeError: the body is longer than the application's limit.
         BodyTimeout: it does not arrive in time.
+        Overloaded: the bodies of all requests are larger than the memory for them, and this one is the oldest.
 
     """
+    held = request.get(_BODY)
+    if held is None:
+        held = request[_BODY] = await _receive(request)
+    return held.data
+
+
+def hold_body(request: web.Request, body: bytes) -> None:
+    """Give a request that has no connection its body."""
+    request[_BODY] = Held(body, request.app[CONNECTIONS])
+
+
+async def _receive(request: web.Request) -> Held:
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    body = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise BodySizeError from None
+        async with connection.receiving(BODY_SECONDS):
+            while chunk := await request.content.readany():
+                if len(body) + len(chunk) > request.client_max_size:
+                    raise BodySizeError
+                body += chunk
+                connection.receive(len(chunk))
     except TimeoutError:
+        if connection.was_cut:
+            message = "Model is overloaded: too many request bodies are being received"
+            raise Overloaded(message, retry_after_seconds=1.0) from None
         raise BodyTimeout(BODY_SECONDS) from None
+    return Held(bytes(body), request.app[CONNECTIONS])
 
 
-async def read_json(request: web.Request) -> object:
-    """Parse the body; raises as `read_body`, and what follows.
+async def off_loop(request: web.Request, call: Callable[[], Result]) -> Result:
+    """Make a call whose time grows with the body: in the thread for large bodies, or at once for a small one."""
+    if not request.get(_IS_LARGE):
+        return call()
+    async with request.app[_TURN]:
+        return await asyncio.get_running_loop().run_in_executor(request.app[_WORKER], call)
+
+
+async def receive_json(request: web.Request) -> None:
+    """Receive the body of a request whose headers say that it is JSON; raises as `read_json`."""
+    if not _is_json(request.content_type):
+        raise MediaTypeError
+    encoding = _encoding_of(request)
+    if encoding not in ENCODINGS:
+        raise EncodingError(encoding.encode(errors="backslashreplace").decode())
+    body = await read_body(request)
+    request[_IS_LARGE] = len(body) > LARGE_BYTES or encoding not in PLAIN_ENCODINGS
+
+
+async def read_json(request: web.Request, *, again: bool = False) -> object:
+    """Parse the body, which is dropped then, unless it is read `again`.
 
     Raises:
         MediaTypeError: the content type is not JSON.
         EncodingError: the body is compressed in an unknown way.
-        BodySizeError: it is longer than the limit once it is decompressed.
+        BodySizeError: it is longer than the limit, or longer once it is decompressed.
         BodyError: it cannot be decompressed, is not JSON, nested too deeply, or in too many parts.
+        BodyTimeout, Overloaded: as for `read_body`.
 
     """
-    if not _is_json(request.content_type):
-        raise MediaTypeError
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in ENCODINGS:
-        raise EncodingError(encoding.encode(errors="backslashreplace").decode())
-    body = _decompressed(await read_body(request), encoding, limit=request.client_max_size)
+    await receive_json(request)
+    limit, body = request.client_max_size, request[_BODY].data
+    parsed = await off_loop(request, partial(_parsed, body, _encoding_of(request), limit=limit))
+    request[_STREAMS] = isinstance(parsed, dict) and parsed.get("stream") is True
+    if not again:
+        drop_body(request)
+    return parsed
+
+
+async def asks_for_stream(request: web.Request) -> bool:
+    """Return whether the body has `"stream": true`; raises as `read_json` unless it has been parsed already."""
+    if _STREAMS not in request:
+        await read_json(request)
+    return request[_STREAMS]
+
+
+def drop_body(request: web.Request) -> None:
+    """Free the memory of the body."""
+    request.pop(_BODY, None)
+
+
+def _encoding_of(request: web.Request) -> str:
+    return request.headers.get("content-encoding", "").strip().lower()
+
+
+def _parsed(body: bytes, encoding: str, *, limit: int) -> object:
+    body = _decompressed(body, encoding, limit=limit).removeprefix(codecs.BOM_UTF8)
     check_structure(body)
     try:
         parsed: object = orjson.loads(body)
@@ -111,7 +207,7 @@ def _brackets_of(body: bytes) -> bytes:
 
 def _decompressed(body: bytes, encoding: str, *, limit: int) -> bytes:
     """Undo a known encoding; raises BodySizeError for more than `limit` bytes, or BodyError."""
-    if encoding in {"", "identity"}:
+    if encoding in PLAIN_ENCODINGS:
         return body
     # Many clients send deflate without the zlib header that the standard requires.
     bare = encoding == "deflate" and body[:1] and body[0] & 0xF != zlib.DEFLATED
@@ -129,15 +225,30 @@ def _decompressed(body: bytes, encoding: str, *, limit: int) -> bytes:
 
 async def read_model(request: web.Request, model: type[Model]) -> Model:
     """Parse the body as `model`; raises BodyError as `read_json`, or BodyShapeError."""
-    return to_model(await read_json(request), model)
+    return await off_loop(request, partial(to_model, await read_json(request), model))
 
 
-def to_model(parsed: object, model: type[Model]) -> Model:
-    """Check JSON against `model`; raises BodyShapeError."""
-    try:
-        return model.model_validate(parsed)
-    except ShapeError as error:
-        raise shape_error(error, parsed) from None
+def complete(model: type[BaseModel]) -> None:
+    """Make the validator of a model that leaves this to its first use; threads may do so at the same time."""
+    if not model.__pydantic_complete__:
+        with _COMPLETING:
+            model.model_rebuild()
+
+
+def to_model(parsed: object, model: type[Model], *, takes_fractions: bool = True) -> Model:
+    """Check JSON against `model`; raises BodyShapeError.
+
+    With `takes_fractions` a whole number with a fraction, such as 4.0, becomes an integer in `parsed` where the model
+    needs one.
+    """
+    complete(model)
+    for _ in range(MAX_WHOLE_NUMBERS):
+        try:
+            return model.model_validate(parsed)
+        except ShapeError as error:
+            if not (takes_fractions and make_whole(error, parsed)):
+                raise shape_error(error, parsed) from None
+    raise BodyShapeError("has too many whole numbers with a fraction", field="")
 
 
 def json_response(

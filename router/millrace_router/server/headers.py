@@ -10,10 +10,15 @@ from aiohttp import web
 
 from millrace_router.engine.generation import Collected, Generation, Timings, Usage
 from millrace_router.errors import RouterError
+from millrace_router.request.continuation import Answer
+from millrace_router.request.names import STREAM_HEADER, Names, new_stream
+from millrace_router.server.idempotency import caller_digest
 from millrace_router.server.recording import SseOptions
 from millrace_router.server.services import Services
 
 IGNORED_HEADER = "x-millrace-ignored"
+MAX_TOKENS_HEADER = "x-millrace-max-tokens"
+"""The limit of an answer that is lower than the client's."""
 MAX_NAMES = 20
 """Names in one header; the number of further ones follows them."""
 MAX_NAME_CHARS = 64
@@ -22,14 +27,20 @@ NO_IDENTIFIER = "a name that is not an identifier"
 MAX_LOGGED = 1000
 """Names that are logged, each once: clients make up names."""
 
+NAMES: web.RequestKey[Names] = web.RequestKey("names", Names)
+ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", Answer)
+"""The answer to a request whose tokens are recorded."""
+EXPANDED: web.RequestKey[bytes] = web.RequestKey("expanded", bytes)
+"""The `input` of a body as JSON, with what it refers to, which the store does not have any longer."""
 _IGNORED: web.RequestKey[dict[str, None]] = web.RequestKey("ignored", dict)
+_MAX_TOKENS: web.RequestKey[int] = web.RequestKey("max_tokens", int)
 _LOGGED: web.AppKey[set[str]] = web.AppKey("logged_ignored", set)
 
 log = structlog.get_logger(__name__)
 
 
 def prepare_app(app: web.Application) -> None:
-    """Send the header with the answers of `app`."""
+    """Send the headers that are noted with the answers of `app`."""
     app[_LOGGED] = set()
     app.on_response_prepare.append(_add_header)
 
@@ -49,17 +60,26 @@ def note_ignored(request: web.Request, names: Iterable[str]) -> None:
             log.warning("request field ignored", field=shown, path=request.path)
 
 
-def ignored_header(request: web.Request) -> dict[str, str]:
+def note_max_tokens(request: web.Request, num_tokens: int) -> None:
+    """Have the answer say that it ends after `num_tokens`, fewer than the client's limit."""
+    request[_MAX_TOKENS] = num_tokens
+
+
+def noted_headers(request: web.Request) -> dict[str, str]:
+    """Return the headers about what a request became: its stream's name, and what of it has no effect."""
+    stream = {STREAM_HEADER: request[NAMES].stream} if NAMES in request else {}
     names = list(request.get(_IGNORED, ()))
     if not names:
-        return {}
+        return stream
     more = len(names) - MAX_NAMES
     shown = names[:MAX_NAMES] + ([f"+{more}"] if more > 0 else [])
-    return {IGNORED_HEADER: ", ".join(shown)}
+    return {**stream, IGNORED_HEADER: ", ".join(shown)}
 
 
 async def _add_header(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(ignored_header(request))
+    response.headers.update(noted_headers(request))
+    if _MAX_TOKENS in request:
+        response.headers[MAX_TOKENS_HEADER] = str(request[_MAX_TOKENS])
 
 
 def _printable(name: str) -> str:
@@ -68,6 +88,16 @@ def _printable(name: str) -> str:
     return "".join(
         char if char.isascii() and char.isprintable() and char != "," else "?" for char in kept
     )
+
+
+def names_of(request: web.Request) -> Names:
+    """Return the names of the answer to a request, whose stream its client may have named. Raises ValidationError."""
+    names = request.get(NAMES)
+    if names is None:
+        stream = request.headers.get(STREAM_HEADER)
+        name = new_stream() if stream is None else stream
+        names = request[NAMES] = Names.of_caller(name, caller_digest(request.headers))
+    return names
 
 
 def milliseconds(seconds: float) -> str:

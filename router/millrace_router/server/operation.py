@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
+from millrace_router.request.names import STREAM_HEADER
 from millrace_router.request.scheduling import (
     FAIRNESS_HEADER,
     MAX_QUEUE_HEADER,
@@ -50,8 +51,10 @@ MESSAGING = (
 
 SCHEDULING = (PRIORITY_HEADER, TENANT_HEADER, FAIRNESS_HEADER, MAX_QUEUE_HEADER)
 """Headers of the scheduling parameters."""
-IDEMPOTENT = (*SCHEDULING, ADAPTER_TOKEN_HEADER, KEY_HEADER, LAST_EVENT_HEADER)
-"""Headers of generating routes: of the scheduling parameters, of adapters and of idempotency."""
+NAMED = (*SCHEDULING, STREAM_HEADER)
+"""Headers of routes whose answers have ids, or may be sampled."""
+IDEMPOTENT = (*NAMED, ADAPTER_TOKEN_HEADER, KEY_HEADER, LAST_EVENT_HEADER)
+"""Headers of generating routes: of the scheduling parameters, of names, of adapters and of idempotency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,8 @@ class Recording:
         self.ended = False
         self.error: Exception | None = None
         """Why the stream failed before its first frame."""
+        self.failure: Exception | None = None
+        """Why it failed, before its first frame or later."""
         self.num_tokens = 0
         self.num_bytes = 0
         """Bytes of the frames that are kept."""
@@ -63,6 +65,8 @@ class Recording:
         self._frames: list[bytes] = []
         self._readers: set[ResumedStream] = set()
         self._ended = asyncio.Event()
+        self._grown: asyncio.Event | None = None
+        """Set with the next frame, if anything waits for it."""
 
     @property
     def end_position(self) -> int:
@@ -87,11 +91,18 @@ class Recording:
         """End without a further token, because of `error`; only the first end counts."""
         if self.ended:
             return
+        self.failure = error
         if self.num_tokens:
             self.end(self._render_error(error))
         else:
             self.error = error
             self._finish()
+
+    async def reached(self, num_tokens: int) -> None:
+        """Wait until there are so many frames of tokens, or the end."""
+        while self.num_tokens < num_tokens and not self.ended:
+            self._grown = asyncio.Event() if self._grown is None else self._grown
+            await self._grown.wait()
 
     async def wait(self) -> None:
         await self._ended.wait()
@@ -117,8 +128,14 @@ class Recording:
         self.num_bytes += len(frame)
         if self.num_bytes > self._max_bytes:
             self._drop_oldest()
+        self._wake()
         for reader in tuple(self._readers):
             reader.token(frame)
+
+    def _wake(self) -> None:
+        if self._grown is not None:
+            self._grown.set()
+            self._grown = None
 
     def _drop_oldest(self) -> None:
         """Drop a quarter at once, so that it happens seldom; the newest frame stays whatever its size."""
@@ -134,6 +151,7 @@ class Recording:
         # The callback refers to the generations, whose prompts must not stay in memory with the recording.
         self.options = replace(self.options, may_expire=_never)
         self._ended.set()
+        self._wake()
         for reader in tuple(self._readers):
             reader.follow_end()
 

@@ -15,6 +15,7 @@ from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
 from millrace_router.errors import InternalError, RouterError
+from millrace_router.images.prompts import NO_IMAGES, ImagePrompts
 from millrace_router.pooling.model import GENERATES, PoolingModel
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
@@ -62,6 +63,8 @@ class Services:
     """Value of the `x-compute-type` header."""
     pooling: PoolingModel = GENERATES
     """What the model yields in addition to text."""
+    images: ImagePrompts = NO_IMAGES
+    """What makes prompts of pictures, for a model that reads them."""
     adapters: Resolver | None = None
     """None if the shards take no adapters."""
     loading: AdapterLoading | None = None
@@ -119,4 +122,5 @@ def scheduling_of(request: web.Request, priority: int | None) -> SchedulingParam
         by_tenant=config.fairness == "tenant",
         key_name=request.get(KEY_NAME),
         max_queue_seconds=config.max_queue_wait,
+        address=request.remote,
     )

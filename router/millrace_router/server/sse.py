@@ -12,8 +12,10 @@ from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
 from millrace_router.errors import IncompleteGeneration, IncompleteGenerationStream, RouterError
+from millrace_router.request.continuation import Turns
+from millrace_router.server.access_log import SENT
 from millrace_router.server.bodies import error_body
-from millrace_router.server.headers import ignored_header
+from millrace_router.server.headers import noted_headers
 from millrace_router.server.idempotency import Run
 from millrace_router.server.recording import Recording, SseOptions
 from millrace_router.server.services import SERVICES, Services
@@ -60,13 +62,28 @@ async def respond(
         writer = StreamWriter(partial(cut_off, request))
         _connect(streams, writer)
         return await send(request, writer, options)
-    options = replace(options, headers={**options.headers, **ignored_header(request)})
+    options = replace(options, headers={**options.headers, **noted_headers(request)})
     on_error, services = options.on_error, request.app[SERVICES]
     recording = Recording(options, lambda error: on_error(_stream_error(error, services)))
     run.record(recording)
+    turns = _turns(streams, () if run.recorded is None else run.recorded.take_order())
     _connect(streams, recording)
+    turns.advance()
     await recording.wait()
     return web.StreamResponse()
+
+
+def _turns(streams: Sequence[GenerationStream], order: Sequence[int]) -> Turns:
+    """Return the turns of the tokens that are known already; each stream has at least one choice."""
+    if not order:
+        return Turns({}, ())
+    choices = {
+        generation.valid.choice.number: generation
+        for stream in streams
+        for generation in stream.generations()
+        if generation.valid.choice is not None
+    }
+    return Turns(choices, order if len(choices) > 1 else ())
 
 
 def _connect(streams: Sequence[GenerationStream], sink: FrameSink) -> None:
@@ -98,11 +115,42 @@ async def send(
     payload_writer = await response.prepare(request)
     assert payload_writer is not None
     connection = _Connection(request, response, payload_writer)
-    if beginning or not writer.ended:
-        await connection.write(beginning or KEEP_ALIVE)
-    await _pump(writer, connection, keep_alive_seconds)
-    if writer.error is not None:
-        await connection.write(options.on_error(_stream_error(writer.error, request.app[SERVICES])))
+    try:
+        if beginning or not writer.ended:
+            await connection.write(beginning or KEEP_ALIVE)
+        await _pump(writer, connection, keep_alive_seconds)
+        if writer.error is not None:
+            failure = _stream_error(writer.error, request.app[SERVICES])
+            await connection.write(options.on_error(failure))
+        writer.is_sent = True
+        await connection.end()
+    finally:
+        # Some clients close the connection when they have read the last event.
+        if writer.is_sent:
+            request[SENT] = response
+    return response
+
+
+PIECE_BYTES = 1 << 18
+"""Bytes of a large answer that are written at a time."""
+
+
+async def send_large(request: web.Request, *parts: bytes) -> web.StreamResponse:
+    """Send JSON of any size, which is `parts` one after the other, while other requests are served.
+
+    Raises:
+        ConnectionError: the client has gone, or has stopped reading.
+
+    """
+    response = web.StreamResponse()
+    response.content_type = "application/json"
+    response.content_length = sum(map(len, parts))
+    writer = await response.prepare(request)
+    assert writer is not None
+    connection = _Connection(request, response, writer)
+    for part in parts:
+        for start in range(0, len(part), PIECE_BYTES):
+            await connection.write(part[start : start + PIECE_BYTES])
     await connection.end()
     return response
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from millrace_router.engine.generation import Generation
@@ -43,6 +43,8 @@ class StreamWriter:
         """`cut_off` closes the connection; it must not raise."""
         self.ended = False
         self.error: Exception | None = None
+        self.is_sent = False
+        """Whether the connection has taken all frames."""
         self._cut_off = cut_off
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -89,6 +91,7 @@ class StreamWriter:
         for frame in tail:
             self.token(frame)
         if not self.ended:
+            self.is_sent = self._transport is not None
             self._end()
 
     def _end(self) -> None:
@@ -140,6 +143,10 @@ class GenerationStream(ABC):
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
+
+    def generations(self) -> Iterator[Generation]:
+        """Yield the generations whose tokens it frames, or connects to its sink."""
+        yield self._generation
 
     def connect(self, sink: FrameSink) -> None:
         """Send frames to `sink` from now on; more than one stream may share it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -56,11 +57,21 @@ class ShardClient:
     ) -> pb.UnloadAdapterResponse:
         return await self._stub.UnloadAdapter(request, timeout=timeout)
 
+    async def put_image(
+        self, requests: AsyncIterator[pb.PutImageRequest], *, timeout: float
+    ) -> pb.PutImageResponse:
+        """Send the pixels of an image."""
+        return await self._stub.PutImage(requests, timeout=timeout)
+
     async def end(self, group: int, reason: str, *, timeout: float) -> bool:
         """End the rank's process if it belongs to `group`; whether it does."""
         request = pb.EndRequest(group=group, reason=reason)
         answer = await self._stub.End(request, timeout=timeout)
         return answer.ends
+
+    async def blocks(self) -> pb.BlocksResponse:
+        """The directory of KV blocks that outlive the shard, after all earlier steps."""
+        return await self._stub.Blocks(pb.BlocksRequest())
 
     async def warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
         """Allocate the KV cache and run the largest step."""

@@ -31,5 +31,9 @@ class ShardBusy(ShardError):  # noqa: N818
     """The shards have no capacity for the call now; a later call may succeed."""
 
 
+class ImageRefused(ShardError):  # noqa: N818
+    """A shard does not take the pixels of an image."""
+
+
 class AdapterNotLoaded(ShardError):  # noqa: N818
     """A shard cannot use the file of an adapter."""

@@ -9,21 +9,37 @@ from typing import Any, TypeVar
 import grpc
 
 from millrace_proto import generate_pb2 as pb
+from millrace_router.request.images import PreparedImage
 from millrace_router.request.request import Grammar
+from millrace_router.scheduler.block_ledger import StoredBlocks
 from millrace_router.shards.channels import is_local
 from millrace_router.shards.client import STREAM_ERRORS, ShardClient, from_grpc
-from millrace_router.shards.errors import AdapterNotLoaded, ShardChanged, ShardError
+from millrace_router.shards.errors import (
+    AdapterNotLoaded,
+    ImageRefused,
+    ShardChanged,
+    ShardError,
+    ShardHung,
+    ShardLost,
+    StepFailed,
+)
 from millrace_router.shards.wire import (
     Capacity,
     ShardInfo,
     capacity_from_pb,
+    image_to_pb,
     info_from_pb,
+    stored_from_pb,
 )
 
 WATCH_SECONDS = 1.0
 """Period of the health checks during a warm-up."""
 END_SECONDS = 2.0
 """Time for a rank to answer that it ends."""
+LOSS_SECONDS = 0.1
+"""Time for the loss of a rank to show, after a step failed on another one, which may have missed it."""
+_CHECKS = 4
+"""How often the ranks are asked whether they compute before they count as hung."""
 
 T = TypeVar("T")
 
@@ -54,6 +70,7 @@ class ShardGroup:
         self._capacity: Capacity | None = None
         self._was_restarted = False
         """Whether shards were restarted and not yet compared with the first warm-up."""
+        self._num_stores = 0
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -62,6 +79,20 @@ class ShardGroup:
     def is_local(self) -> bool:
         """Whether all ranks are on this host, at Unix sockets."""
         return all(is_local(shard.address) for shard in self._shards)
+
+    @property
+    def has_kv_store(self) -> bool:
+        """Whether every rank has a directory of its KV blocks, which outlive it."""
+        return self._capacity is not None and self._capacity.has_kv_store
+
+    @property
+    def kv_stores(self) -> tuple[int, ...]:
+        """A number for the KV memory of each rank, in order of rank.
+
+        As long as they are equal, blocks hold what the last step wrote to them. They change with every warm-up, even
+        one that fails half-way, and where ranks move.
+        """
+        return (self._num_stores,) * len(self._shards)
 
     @property
     def warmup_fields(self) -> dict[str, int]:
@@ -87,9 +118,40 @@ class ShardGroup:
             ShardHung: a rank did not answer for `silence_seconds`.
 
         """
-        timeout = self.silence_seconds
-        states = await self._all(shard.health(timeout=timeout) for shard in self._shards)
-        return all(state.warmed_up for state in states)
+        return all(state.warmed_up for state in await self._states())
+
+    async def stored_blocks(self) -> list[StoredBlocks]:
+        """Return every rank's directory of KV blocks, in order of rank; empty where KV does not outlive a rank."""
+        if not self.has_kv_store:
+            return []
+        # Shards that live finish the steps that they have received before.
+        asking = self._all(shard.blocks() for shard in self._shards)
+        answers = await self.while_computing(asking, "a shard does not report its blocks")
+        return [stored_from_pb(answer) for answer in answers]
+
+    async def pulse(self) -> int:
+        """Return a number that differs from an earlier one if any rank has computed in between; raises as `health`."""
+        # The ranks wait for each other in every layer, so that one which goes on shows that all do.
+        return sum(state.pulse for state in await self._states())
+
+    async def while_computing(self, call: Awaitable[T], silence: str) -> T:
+        """Await `call`, which may wait for steps in flight, as long as the ranks compute.
+
+        Raises ShardHung(`silence`) once they have computed nothing for `silence_seconds`, and then cancels `call`.
+        """
+        task = asyncio.ensure_future(call)
+        pulse: int | None = None
+        num_silent = 0
+        try:
+            while not (await asyncio.wait({task}, timeout=self.silence_seconds / _CHECKS))[0]:
+                before, pulse = pulse, await self.pulse()
+                num_silent = num_silent + 1 if before in (None, pulse) else 0
+                if num_silent == _CHECKS and not task.done():
+                    raise ShardHung(silence)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def end(self, reason: str) -> bool:
         """End every rank that belongs to the present group, as far as they can be reached; whether any does."""
@@ -126,10 +188,27 @@ class ShardGroup:
         request = pb.UnloadAdapterRequest(epoch=epoch, slot=slot)
         await self._each(shard.unload_adapter(request, timeout=timeout) for shard in self._shards)
 
-    async def warm_up(self, **fields: int | None) -> Capacity:
+    async def put_image(
+        self, epoch: int, slot: int, first_row: int, image: PreparedImage, *, timeout: float
+    ) -> None:
+        """Have every rank hold the pixels of `image` in `slot`; `Encode` steps sent from then on may name it.
+
+        Raises:
+            ImageRefused: a rank does not take them.
+
+        """
+        answers = await self._each(
+            shard.put_image(image_to_pb(epoch, slot, first_row, image), timeout=timeout)
+            for shard in self._shards
+        )
+        for answer in answers:
+            if answer.HasField("error"):
+                raise ImageRefused(answer.error)
+
+    async def warm_up(self, **fields: int | list[int] | None) -> Capacity:
         """Have every rank allocate its KV cache and run the largest step; `fields` are WarmupRequest's."""
         values = {name: value for name, value in fields.items() if value is not None}
-        self._warmup = pb.WarmupRequest(**values)
+        self._warmup = pb.WarmupRequest(**values)  # type: ignore[arg-type]
         self._capacity = await self._warm_up(self._warmup)
         return self._capacity
 
@@ -181,6 +260,7 @@ class ShardGroup:
             await self.close()
             self._shards = [ShardClient(address, self._tls) for address in self._moved]
             self._moved = None
+            self._num_stores += 1
             return
         for shard in self._shards:
             await shard.reset()
@@ -211,6 +291,7 @@ class ShardGroup:
 
     async def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
         """Warm up all ranks at once; health checks detect a rank that is lost or hangs meanwhile."""
+        self._num_stores += 1
         warming = asyncio.gather(*(shard.warmup(request) for shard in self._shards))
         watching = asyncio.create_task(self._watch())
         try:
@@ -235,10 +316,16 @@ class ShardGroup:
     async def _warm_up_again(self, capacity: Capacity) -> None:
         # Ranks with different kernels may wait for each other in a warm-up, so this call comes first.
         info = await self._ask_info(self.silence_seconds)
-        request = pb.WarmupRequest(num_blocks=capacity.num_blocks)
+        request = pb.WarmupRequest()
+        request.CopyFrom(self._warmup)
+        request.num_blocks = capacity.num_blocks
+        request.window_blocks[:] = [each.num_blocks for each in capacity.window_groups]
         if self._warmup.max_adapters:
             request.adapter_pages = capacity.adapter_pages
-        request.MergeFrom(self._warmup)
+        if capacity.state_pages:
+            request.state_pages = capacity.state_pages
+        if capacity.feature_rows:
+            request.feature_rows = capacity.feature_rows
         if await self._warm_up(request) != capacity:
             raise ShardChanged("the shards came back with another KV capacity")
         first = self._info
@@ -247,6 +334,7 @@ class ShardGroup:
         if info.arithmetic != first.arithmetic:
             raise ShardChanged(
                 f"the shards came back with {info.attention} attention over KV in {info.kv_cache_dtype}"
+                f" and {info.quantize_activations or 'plain'} activations"
             )
 
     async def _each(self, calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -259,8 +347,21 @@ class ShardGroup:
             raise failed
         return [result for result in results if not isinstance(result, BaseException)]
 
+    async def _states(self) -> list[pb.HealthResponse]:
+        timeout = self.silence_seconds
+        return await self._all(shard.health(timeout=timeout) for shard in self._shards)
+
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        """The results of all calls; raises the first error, or the loss of a rank with which a step failed."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            return list(await asyncio.gather(*calls))
+            return list(await asyncio.gather(*tasks))
         except STREAM_ERRORS as error:
             raise from_grpc(error) from error
+        except StepFailed as failed:
+            for task in (await asyncio.wait(tasks, timeout=LOSS_SECONDS))[0]:
+                other = None if task.cancelled() else task.exception()
+                loss = from_grpc(other) if isinstance(other, STREAM_ERRORS) else other
+                if isinstance(loss, ShardLost):
+                    raise loss from failed
+            raise

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from millrace_proto import generate_pb2 as pb
+from millrace_router.request.images import PreparedImage
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.errors import ShardError, ShardHung
+from millrace_router.shards.errors import ShardError
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_result import StepResult, result_from_pb
 from millrace_router.shards.wire import open_to_pb, plan_to_pb
@@ -30,6 +31,9 @@ class StepObserver(Protocol):
     def adapter_changed(self, epoch: int, slot: int, digest: str | None) -> None:
         """Record that all ranks have the adapter `digest` in `slot`, or none there."""
 
+    def image_put(self, epoch: int, slot: int, first_row: int, image: PreparedImage) -> None:
+        """Record that all ranks have the pixels of `image` in `slot`."""
+
 
 class StepChannel:
     """Sends each step to every rank of a group; rank 0's tokens count.
@@ -41,6 +45,8 @@ class StepChannel:
         self.group = group
         self.observer: StepObserver | None = None
         """Receives messages and answers of later epochs."""
+        self.settle: Callable[[], Awaitable[int]] | None = None
+        """Decides before each epoch whether blocks keep their KV, and returns the life of their ledger."""
         self.epoch = 0
         """The current epoch; 0 before the first."""
         self.last_sent = 0
@@ -51,7 +57,7 @@ class StepChannel:
     async def open(self) -> None:
         """Begin a new epoch with an empty batch on every rank. All ranks must be reachable.
 
-        Restarted shards have no KV cache and are warmed up again.
+        Restarted shards are warmed up again.
 
         Raises:
             ShardChanged: restarted shards differ from the shards of the first warm-up. Further calls raise it too.
@@ -61,14 +67,12 @@ class StepChannel:
         if self.epoch:
             await self.reset()
         await self.group.restore()
+        life = 0 if self.settle is None else await self.settle()
         self.epoch = max(self.epoch + 1, time.time_ns())
         self.last_sent = 0
-        try:
-            async with asyncio.timeout(self.group.silence_seconds):
-                await self.write(open_to_pb(self.epoch))
-                await self.read()
-        except TimeoutError:
-            raise ShardHung("a shard does not begin the epoch") from None
+        await self.write(open_to_pb(self.epoch, life))
+        # The shards finish the steps that they have received before.
+        await self.group.while_computing(self.read(), "a shard does not begin the epoch")
 
     async def send(self, plan: StepPlan) -> None:
         """Send a step without waiting for its answer."""
@@ -115,6 +119,15 @@ class StepChannel:
         await self.group.unload_adapter(epoch, slot, timeout=timeout)
         if self.observer is not None:
             self.observer.adapter_changed(epoch, slot, None)
+
+    async def put_image(
+        self, slot: int, first_row: int, image: PreparedImage, *, timeout: float
+    ) -> None:
+        """Have every rank hold the pixels of an image in this epoch; raises as `ShardGroup.put_image`."""
+        epoch = self.epoch
+        await self.group.put_image(epoch, slot, first_row, image, timeout=timeout)
+        if self.observer is not None:
+            self.observer.image_put(epoch, slot, first_row, image)
 
     def report_failure(self, kind: str, error: ShardError) -> None:
         """Pass the reason of the epoch's end to the observer."""

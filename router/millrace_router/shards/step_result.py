@@ -37,6 +37,8 @@ class StepResult:
     """(slot, log probabilities of the prompt tokens computed in this step)."""
     failed_slots: Sequence[int]
     timings: StepTimings
+    failed_images: Sequence[int] = ()
+    """Image slots whose features are not finite."""
     failure_reasons: Mapping[int, str] = field(default_factory=dict)
     """Reasons of failed slots whose grammar allowed no further token."""
     pooled: Sequence[tuple[int, Sequence[float]]] = ()
@@ -69,6 +71,7 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
             for slot, reason in zip(message.failed_slots, message.failure_reasons, strict=False)
             if reason
         },
+        failed_images=tuple({slot for message in messages for slot in message.failed_images}),
         pooled=tuple(_pooled(first)) if first.pooled_slots else (),
         closed_slots=tuple(first.closed_slots),
         computed=tuple(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
 
 from pydantic import Field
@@ -11,8 +11,43 @@ from pydantic import Field
 from millrace_proto import generate_pb2 as pb
 from millrace_router.request.adapter import AdapterModule
 from millrace_router.request.entry import entry_of
+from millrace_router.request.images import Mask, PreparedImage
 from millrace_router.request.request import ValidRequest
+from millrace_router.scheduler.block_ledger import StoredBlock, StoredBlocks
 from millrace_router.scheduler.step_plan import Row, StepPlan
+from millrace_router.scheduler.window_blocks import WindowGroup
+
+PIXELS_PER_MESSAGE = 2_000_000
+"""Bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionInfo:
+    """How the model reads images."""
+
+    family: str
+    rows_per_tile: int
+    """Rows of features, and placeholders, of a tile; 0 if pictures are one tile of any size."""
+    tile_height: int
+    """In pixels; 0 if pictures are one tile of any size."""
+    tile_width: int
+    image_token_id: int
+    """The placeholder."""
+    digest: int
+    """Differs where the features of equal pixels may differ."""
+    num_layers: int = 1
+    """Of the encoder."""
+    mask: Mask = Mask.CAUSAL
+    extra_rows: int = 0
+    """Rows of features of each picture behind its tiles' rows."""
+    cell: int = 0
+    """Pixels of a side of what a feature stands for, if pictures are one tile of any size."""
+
+    def rows_of_tile(self, height: int, width: int) -> int:
+        """Return the rows of features of a tile of this size in pixels."""
+        if self.cell:
+            return (height // self.cell) * (width // self.cell)
+        return self.rows_per_tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +74,19 @@ class ShardInfo:
     """Whether the checkpoint has no output head."""
     kv_cache_dtype: str = ""
     """Type of keys and values in the KV cache."""
+    quantize_activations: str | None = None
+    """The activations of products with quantised weights, `exact` or `int8`; None for plain weights."""
+    int8_gain: float | None = None
+    """How many times as fast activations in int8 are, if the shards have chosen by it."""
     max_draft_tokens: Annotated[int, Field(alias="speculate")] = 0
     """The largest number of draft tokens of one sequence in one step; `speculate` in JSON."""
     grammars: bool = False
+    has_states: bool = False
+    """Whether layers keep a state in place of keys and values."""
+    operators: tuple[str, ...] = ()
+    """Operators of libraries that the kernels take."""
+    vision: VisionInfo | None = None
+    """None for a model that reads only text."""
     adapter_modules: tuple[AdapterModule, ...] = ()
     """The layers that adapters may change; none if the shards take no adapters."""
 
@@ -59,7 +104,9 @@ class ShardInfo:
         return (
             self.dtype,
             self.kv_cache_dtype,
+            self.quantize_activations,
             self.attention,
+            self.operators,
             self.block_size,
             self.deterministic,
         )
@@ -81,6 +128,17 @@ class Capacity:
     kv_bytes_per_token: int
     adapter_pages: int = 0
     """Pages of 64 KiB for adapters on each rank."""
+    has_kv_store: bool = field(default=False, compare=False)
+    """Whether the KV cache of every rank outlives it."""
+    window_groups: tuple[WindowGroup, ...] = ()
+    """Layers with an attention window, which have their own blocks."""
+    state_pages: int = 0
+    """Pages of states on each rank, page 0 included; 0 without recurrent layers."""
+    state_page_bytes: int = 0
+    feature_rows: int = 0
+    """Rows for features of images; 0 for a model that reads only text."""
+    image_slots: int = 0
+    """Images whose pixels may be on the shards at a time."""
 
 
 def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
@@ -102,8 +160,15 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
         hidden_size=message.hidden_size,
         headless=message.headless,
         kv_cache_dtype=message.kv_cache_dtype,
+        quantize_activations=message.quantize_activations
+        if message.HasField("quantize_activations")
+        else None,
+        int8_gain=message.int8_gain if message.HasField("int8_gain") else None,
         max_draft_tokens=message.max_draft_tokens,
         grammars=message.grammars,
+        has_states=message.has_states,
+        operators=tuple(message.operators),
+        vision=_vision_from_pb(message.vision) if message.HasField("vision") else None,
         adapter_modules=tuple(
             AdapterModule(
                 name=module.name,
@@ -116,6 +181,28 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
     )
 
 
+def _vision_from_pb(message: pb.Vision) -> VisionInfo:
+    return VisionInfo(
+        family=message.family,
+        rows_per_tile=message.rows_per_tile,
+        tile_height=message.tile_height,
+        tile_width=message.tile_width,
+        image_token_id=message.image_token_id,
+        digest=message.digest,
+        num_layers=max(1, message.num_layers),
+        mask=_MASKS[message.mask],
+        extra_rows=message.extra_rows,
+        cell=message.cell,
+    )
+
+
+_MASKS = {
+    pb.Vision.MASK_CAUSAL: Mask.CAUSAL,
+    pb.Vision.MASK_IMAGE: Mask.IMAGE,
+    pb.Vision.MASK_PROMPT: Mask.PROMPT,
+}
+
+
 def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
     """Return the smallest capacity any rank reports."""
     return Capacity(
@@ -125,17 +212,65 @@ def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
         max_total_tokens=min(message.max_total_tokens for message in messages),
         kv_bytes_per_token=max(message.kv_bytes_per_token for message in messages),
         adapter_pages=min(message.adapter_pages for message in messages),
+        has_kv_store=all(message.has_kv_store for message in messages),
+        window_groups=tuple(
+            WindowGroup(
+                num_blocks=min(each.num_blocks for each in ranks),
+                window=ranks[0].window,
+                reach=max(each.reach for each in ranks),
+                num_layers=ranks[0].num_layers,
+                bytes_per_token=max(each.bytes_per_token for each in ranks),
+            )
+            for ranks in zip(*(message.window_groups for message in messages), strict=True)
+        ),
+        state_pages=min(message.state_pages for message in messages),
+        state_page_bytes=max(message.state_page_bytes for message in messages),
+        feature_rows=min(message.feature_rows for message in messages),
+        image_slots=min(message.image_slots for message in messages),
     )
 
 
-def open_to_pb(epoch: int) -> pb.StepRequest:
-    """Return the message that begins an epoch."""
-    return pb.StepRequest(epoch=epoch, number=0, open=pb.Open())
+def stored_from_pb(message: pb.BlocksResponse) -> StoredBlocks:
+    """Read a rank's directory of blocks."""
+    entries = map(StoredBlock, message.owners, message.generations, message.keys)
+    return StoredBlocks(message.life, dict(zip(message.blocks, entries, strict=True)))
+
+
+async def image_to_pb(
+    epoch: int, slot: int, first_row: int, image: PreparedImage
+) -> AsyncIterator[pb.PutImageRequest]:
+    """Yield the messages of PutImage: the first has all fields, the others further pixels."""
+    pixels = memoryview(image.pixels)
+    yield pb.PutImageRequest(
+        epoch=epoch,
+        image_slot=slot,
+        first_row=first_row,
+        digest=image.digest,
+        num_tiles=image.num_tiles,
+        height=image.height,
+        width=image.width,
+        pixels=bytes(pixels[:PIXELS_PER_MESSAGE]),
+    )
+    for start in range(PIXELS_PER_MESSAGE, len(pixels), PIXELS_PER_MESSAGE):
+        yield pb.PutImageRequest(pixels=bytes(pixels[start : start + PIXELS_PER_MESSAGE]))
+
+
+def open_to_pb(epoch: int, life: int = 0) -> pb.StepRequest:
+    """Return the message that begins an epoch with the blocks of the ledger `life`; 0: there is none."""
+    return pb.StepRequest(epoch=epoch, number=0, open=pb.Open(life=life))
 
 
 def plan_to_pb(plan: StepPlan, *, epoch: int, number: int) -> pb.StepRequest:
-    """Write a step: Prefill when it computes prompt tokens, else Decode, else FilterBatch."""
+    """Write a step: Encode, Prefill when it computes prompt tokens, else Decode, else FilterBatch."""
     message = pb.StepRequest(epoch=epoch, number=number)
+    if plan.is_encoding:
+        encode = message.encode
+        encode.image_slots.extend(part.slot for part in plan.encodes)
+        encode.units.extend(part.tile for part in plan.encodes)
+        encode.layers.extend(part.num_layers for part in plan.encodes)
+        encode.change.dropped_slots.extend(plan.dropped)
+        encode.change.freed_images.extend(plan.freed_images)
+        return message
     if not plan.has_forward:
         message.filter_batch.dropped_slots.extend(plan.dropped)
         return message
@@ -145,28 +280,38 @@ def plan_to_pb(plan: StepPlan, *, epoch: int, number: int) -> pb.StepRequest:
         step.decode_tokens.extend(plan.decode_tokens)
         if any(plan.draft_tokens):
             step.draft_tokens.extend(plan.draft_tokens)
+    for slot, position, page in plan.saves:
+        step.saved_slots.append(slot)
+        step.saved_positions.append(position)
+        step.saved_pages.append(page)
     if plan.chunks:
         message.prefill.chunk_slots.extend(slot for slot, _ in plan.chunks)
         message.prefill.chunk_tokens.extend(num_tokens for _, num_tokens in plan.chunks)
-    if plan.dropped or plan.grown or plan.admitted:
+    if plan.dropped or plan.grown or plan.admitted or plan.seals or plan.freed_images:
         change = step.change
+        change.freed_images.extend(plan.freed_images)
         change.dropped_slots.extend(plan.dropped)
         change.grown_slots.extend(slot for slot, _ in plan.grown)
         change.grown_blocks.extend(block for _, block in plan.grown)
         change.admitted.extend(_sequence_to_pb(row) for row in plan.admitted)
+        change.unsealed_blocks.extend(plan.seals.unsealed)
+        change.sealed_blocks.extend(plan.seals.sealed.keys())
+        change.sealed_keys.extend(plan.seals.sealed.values())
     return message
 
 
 def _sequence_to_pb(row: Row) -> pb.Sequence:
     entry = entry_of(row.entry)
-    request = entry.request
+    request, parameters = entry.request, parameters_to_pb(entry.request)
+    if request.min_new_tokens:
+        parameters.stop_ids.extend(sorted(entry.further_end_ids))
     return pb.Sequence(
         slot=row.slot,
         request_id=entry.request_id,
         input_ids=(*request.input_ids, *entry.generated_ids),
         generated_tokens=len(entry.generated_ids),
         cached_tokens=row.num_cached,
-        parameters=parameters_to_pb(request),
+        parameters=parameters,
         top_n_tokens=request.top_n_tokens,
         prefill_logprobs=entry.wants_prompt_logprobs,
         prefill_top_n_tokens=request.prompt_top_n_tokens if entry.wants_prompt_logprobs else 0,
@@ -177,6 +322,18 @@ def _sequence_to_pb(row: Row) -> pb.Sequence:
         if request.pooling is None
         else pb.Pooling(logit_ids=request.pooling.logit_ids),
         close_within=request.max_new_tokens if request.grammar and request.grammar.closes else 0,
+        window_starts=row.window_starts,
+        state_page=row.state_page,
+        restored_page=row.restored_page,
+        images=[
+            pb.ImageSpan(position=position, tokens=tokens, first_row=first)
+            for position, tokens, first in row.image_rows
+        ],
+        image_grids=[
+            pb.ImageGrid(position=span.position, rows=span.image.rows, columns=span.image.columns)
+            for span in request.images
+            if span.image.is_grid and not span.row
+        ],
     )
 
 

@@ -37,9 +37,6 @@ class OpenAdapters:
     in_use: Callable[[], Collection[str]] = frozenset
     """Returns the digests of running requests, whose copies stay in the cache."""
 
-    async def close(self) -> None:
-        await self.fetcher.close()
-
 
 async def open_adapters(deployment: RouterDeployment, metrics: Metrics) -> OpenAdapters | None:
     """Open what the flags name; None if the shards take no adapters.
@@ -82,7 +79,6 @@ async def open_adapters(deployment: RouterDeployment, metrics: Metrics) -> OpenA
         ),
         default=AdapterReference(name=config.adapter_id) if config.adapter_id else None,
     )
-    metrics.lora_requests_info.max_lora = config.max_adapters
     opened = OpenAdapters(resolver=resolver, fetcher=fetcher)
     await _preload(config, opened)
     return opened
@@ -128,5 +124,5 @@ async def _preload(config: RouterConfig, opened: OpenAdapters) -> None:
         try:
             await resolver.current(registration)
         except RouterError as error:
-            await opened.close()
+            await opened.fetcher.close()
             raise StartupError(str(error)) from error

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFiles:
-    """The files that the flags name."""
+    """The chat template, tokenizer, sampling defaults and kind of pooling of a model folder, and what is written."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -36,11 +36,17 @@ class StartFiles:
 
 
 def open_files(config: RouterConfig) -> StartFiles:
-    """Open all of them; raises ModelFilesError, TokenizerError, JournalError or StartupError."""
+    """Read the files of the model, then open those to write.
+
+    Raises ModelFilesError, TokenizerError, JournalError or StartupError.
+    """
     folder = config.model_folder
     model = ModelFiles.load(folder, tokenizer_config_path=config.tokenizer_config_path)
-    template = ChatTemplate.of(model)
     tokenizer = Tokenizer.load(folder, validation_workers=config.validation_workers)
+    control = None if config.allow_special_tokens_in_content else tokenizer.control_tokens
+    template = ChatTemplate.of(model, control_tokens=control)
+    ends = map(tokenizer.id_of, model.end_tokens)
+    tokenizer.end_ids = frozenset(id_ for id_ in ends if id_ is not None)
     return StartFiles(
         template=template,
         tokenizer=tokenizer,
@@ -83,6 +89,15 @@ def tool_format(config: RouterConfig, template: ChatTemplate, tokenizer: Tokeniz
             " --tool-call-parser names the form",
         )
     return format_of(template.tool_source, parser, special_ids=tokenizer.special_ids)
+
+
+def warn_without_tools(template: ChatTemplate) -> None:
+    """Log that calls of tools are unlikely, if the template has no place for tools."""
+    if template.source is not None and not template.lists_tools:
+        log.warning(
+            "The chat template has no place for tools: requests with tools get a list of them added to the"
+            " conversation, and the model may not call them"
+        )
 
 
 def with_model_folder(config: RouterConfig) -> RouterConfig:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
 from millrace_router.config import RouterConfig
+from millrace_router.request.images import Mask
 from millrace_router.request.limits import Limits, dialect_of
 from millrace_router.request.request import Task
 from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
@@ -85,6 +88,16 @@ def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | N
     )
 
 
+def whole_tokens(config: RouterConfig, info: ShardInfo) -> int:
+    """Return the tokens of a prompt that may have to be computed in one step, beyond its budget."""
+    vision = info.vision
+    if vision is None or vision.mask is Mask.CAUSAL:
+        return 0
+    if vision.mask is Mask.IMAGE:
+        return vision.rows_per_tile
+    return config.max_input_tokens or info.max_position_embeddings
+
+
 def batch_size(config: RouterConfig) -> int:
     """Return the most running sequences: the flag, or the number of concurrent requests."""
     return config.max_batch_size or config.max_concurrent_requests
@@ -130,6 +143,7 @@ class RouterDeployment:
             vocab_size=info.vocab_size,
             default_max_new_tokens=config.default_max_new_tokens,
             max_new_tokens_limit=config.max_new_tokens_limit,
+            strict_max_tokens=config.strict_max_tokens,
             max_concurrent_requests=config.max_concurrent_requests,
             max_best_of=config.max_best_of,
             # Every choice takes a permit, so a request with more choices could never start.
@@ -140,12 +154,18 @@ class RouterDeployment:
             prefill_logprobs=info.prefill_logprobs,
             grammars=info.grammars and not config.disable_grammar_support,
             tasks=tasks,
-            dialect=dialect_of(strict_tgi=config.strict_tgi),
+            image_token_id=None if info.vision is None else info.vision.image_token_id,
+            whole_prompts=info.vision is not None and info.vision.mask is Mask.PROMPT,
+            dialect=dialect_of(strict_tgi=config.strict_tgi, reads_images=info.vision is not None),
         )
 
 
-async def warm_up(config: RouterConfig, group: ShardGroup) -> RouterDeployment:
+async def warm_up(
+    config: RouterConfig, group: ShardGroup, restart: Callable[[str], None] = lambda _reason: None
+) -> RouterDeployment:
     """Wait for the shards and warm them up; starts again if shards are lost meanwhile.
+
+    `restart` requests a restart of local shards, which have not answered for `--step-timeout`.
 
     Raises:
         StartupError: the shards cannot serve as the flags require.
@@ -154,16 +174,18 @@ async def warm_up(config: RouterConfig, group: ShardGroup) -> RouterDeployment:
     log.debug("Connecting to the shards", addresses=",".join(config.shard_addresses))
     while True:
         try:
-            return await _warm_up(config, group)
+            return await _warm_up(config, group, restart)
         except (ShardLost, ShardHung) as error:
             log.warning("the shards were lost during the warm-up", error=str(error))
             await asyncio.sleep(RETRY_SECONDS)
             await group.reset()
 
 
-async def _warm_up(config: RouterConfig, group: ShardGroup) -> RouterDeployment:
+async def _warm_up(
+    config: RouterConfig, group: ShardGroup, restart: Callable[[str], None]
+) -> RouterDeployment:
     try:
-        info = await _info(group)
+        info = await _info(group, restart, patience_seconds=config.step_timeout)
     except (ShardLost, ShardHung):
         raise
     except ShardError as error:
@@ -171,7 +193,7 @@ async def _warm_up(config: RouterConfig, group: ShardGroup) -> RouterDeployment:
     log.info("Warming up model")
     try:
         capacity = await group.warm_up(
-            max_batch_prefill_tokens=prefill_tokens(config, info),
+            max_batch_prefill_tokens=prefill_tokens(config, info) + whole_tokens(config, info),
             max_batch_size=num_slots(config),
             max_concurrent_requests=config.max_concurrent_requests,
             max_input_tokens=config.max_input_tokens,
@@ -188,13 +210,19 @@ async def _warm_up(config: RouterConfig, group: ShardGroup) -> RouterDeployment:
     return RouterDeployment(config=config, info=info, capacity=capacity)
 
 
-async def _info(group: ShardGroup) -> ShardInfo:
+async def _info(
+    group: ShardGroup, restart: Callable[[str], None], *, patience_seconds: float
+) -> ShardInfo:
     """Wait until the shards listen, which they do once the weights are loaded. Raises ShardError."""
+    since = time.monotonic()
     while True:
         try:
-            return await group.info(timeout=INFO_SECONDS)
+            return await group.info(timeout=min(INFO_SECONDS, patience_seconds))
         except ShardHung:
             await _log_reason(group)
+        if group.is_local and time.monotonic() - since >= patience_seconds:
+            since = time.monotonic()
+            restart("the shards cannot be reached at their sockets")
 
 
 async def _log_reason(group: ShardGroup) -> None:

@@ -1,5 +1,5 @@
 """Metrics, logs and the file of requests.
 
 Entry points: `metrics.Metrics`, `logs.configure`.
-May import: config and version.
+Imports: millrace_proto, version.
 """

@@ -13,6 +13,8 @@ import structlog
 from aiohttp.http_exceptions import HttpProcessingError
 from structlog.typing import ExcInfo
 
+from millrace_proto.log_output import LogOutput, log_output
+
 LEVELS = {
     "trace": logging.DEBUG,
     "debug": logging.DEBUG,
@@ -33,10 +35,20 @@ CONTROL_CHARACTERS = {
 EventDict = MutableMapping[str, Any]
 
 
+log = structlog.get_logger(__name__)
+
+
+def _report_dropped(count: int) -> None:
+    log.warning("lines of the log were dropped, because nothing read them", count=count)
+
+
+LineFile = BinaryIO | LogOutput
+
+
 class LineLogger:
     """Writes finished lines to a binary file; remembers the module that logs."""
 
-    def __init__(self, target: str, file: BinaryIO) -> None:
+    def __init__(self, target: str, file: LineFile) -> None:
         self.target = target
         self._file = file
 
@@ -69,7 +81,7 @@ class RelayHandler(logging.Handler):
 def configure(level: str, *, json_output: bool, file: BinaryIO | None = None) -> None:
     """Set up logging for the process; lines go to standard output unless `file` is given."""
     threshold = LEVELS[level]
-    output = sys.stdout.buffer if file is None else file
+    output: LineFile = file or log_output(sys.stdout, _report_dropped) or sys.stdout.buffer
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -21,6 +21,8 @@ BATCH_SIZE_BUCKETS: tuple[float, ...] = tuple(float(size) for size in range(1, 1
 SKIPPED_TOKENS_BUCKETS: tuple[float, ...] = tuple(float(count) for count in range(9))
 RECOVERY_REASONS = ("lost", "hung", "failed", "out_of_memory", "planned")
 """Values of `reason` in `millrace_recoveries_total`."""
+DROP_REASONS = ("empty", "life", "entry", "key")
+"""Values of `reason` in `millrace_kv_stores_dropped_total`."""
 MAX_NAMES = 100
 """Adapters with a series each."""
 OTHER = "other"
@@ -102,6 +104,21 @@ class Metrics:
         self._kv_cache()
         self._recoveries()
         self._adapters()
+        self._images()
+
+    def _images(self) -> None:
+        self.images_decoded = self._counter(
+            "millrace_images_decoded_total", "Images that were decoded"
+        )
+        self.image_tiles_encoded = self._counter(
+            "millrace_image_tiles_encoded_total", "Tiles of images that the shards encoded"
+        )
+        self.image_bytes = self._gauge(
+            "millrace_image_bytes", "Bytes of images in the router's memory"
+        )
+        self.image_rows_in_use = self._gauge(
+            "millrace_image_rows_in_use", "Rows of features of images on the shards"
+        )
 
     def _requests(self, *, inputs: Sequence[float], generated: Sequence[float]) -> None:
         counter, histogram, duration = self._counter, self._histogram, self._duration
@@ -203,17 +220,12 @@ class Metrics:
             "prediction",
             "percentile",
         )
+        self._drops()
         self.grammars = self._family(
             "millrace_grammars_total", "Grammars sent to the shards", Counter, "outcome"
         )
         self.grammar_seconds = duration(
             "millrace_grammar_duration_seconds", "Until a grammar was compiled or refused"
-        )
-        self.journal_dropped_records = self._counter(
-            "millrace_journal_dropped_records_total", "Records that --journal could not keep"
-        )
-        self.request_log_dropped_lines = self._counter(
-            "millrace_request_log_dropped_lines_total", "Lines that --log-requests could not keep"
         )
         self.requests_paused = gauge("millrace_requests_paused", "Requests that were preempted")
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")
@@ -223,12 +235,27 @@ class Metrics:
             "Predicted time in the queue of a mean request that arrives now, in seconds",
         )
 
+    def _drops(self) -> None:
+        self.journal_dropped_records = self._counter(
+            "millrace_journal_dropped_records_total", "Records that --journal could not keep"
+        )
+        self.connections_closed = self._family(
+            "millrace_connections_closed_total",
+            "Connections closed that waited for their clients",
+            Counter,
+            "bound",
+        )
+        self.request_log_dropped_lines = self._counter(
+            "millrace_request_log_dropped_lines_total", "Lines that --log-requests could not keep"
+        )
+
     def _kv_cache(self) -> None:
         gauge = self._gauge
         self.kv_blocks_in_use = gauge("millrace_kv_blocks_in_use", "KV blocks owned by sequences")
         self.kv_blocks = gauge("millrace_kv_blocks", "KV blocks in all")
         self.kv_cache_usage_ratio = gauge(
-            "millrace_kv_cache_usage_ratio", "Share of the KV blocks that sequences own, 0 to 1"
+            "millrace_kv_cache_usage_ratio",
+            "Share of the KV blocks that sequences own, 0 to 1, in the group of layers where it is largest",
         )
         self.cache_config_info = self._family(
             "millrace_cache_config_info",
@@ -237,20 +264,51 @@ class Metrics:
             "block_size",
             "num_gpu_blocks",
         )
+        self.state_pages = gauge(
+            "millrace_state_pages", "Pages of states of recurrent layers in all; 0 without any"
+        )
+        self.state_pages_in_use = gauge(
+            "millrace_state_pages_in_use", "Pages of states owned by sequences"
+        )
+        self.state_copies = gauge(
+            "millrace_state_copies",
+            "Copies of states kept for a later prefix hit, free on demand",
+        )
         self.kv_blocks_cached = gauge(
             "millrace_kv_blocks_cached", "KV blocks kept for a later prefix hit, free on demand"
+        )
+        self.kv_window_blocks = gauge(
+            "millrace_kv_window_blocks", "KV blocks of layers with an attention window in all"
+        )
+        self.kv_window_blocks_in_use = gauge(
+            "millrace_kv_window_blocks_in_use",
+            "KV blocks of layers with an attention window owned by sequences",
+        )
+        self.kv_window_blocks_cached = gauge(
+            "millrace_kv_window_blocks_cached",
+            "KV blocks of layers with an attention window kept for a later prefix hit",
         )
 
     def _recoveries(self) -> None:
         self.recoveries = self._family(
             "millrace_recoveries_total", "Times the shards stopped serving", Counter, "reason"
         )
+        self.kv_stores_dropped = self._family(
+            "millrace_kv_stores_dropped_total",
+            "Times KV that outlived its shards was not used",
+            Counter,
+            "reason",
+        )
         self.recovery_seconds = self._duration(
             "millrace_recovery_duration", "Until the shards served again"
         )
         self.recovering = self._gauge("millrace_recovering", "1 while the shards do not serve")
         self.requests_replayed = self._counter(
-            "millrace_requests_replayed_total", "Requests that were computed again after a failure"
+            "millrace_requests_replayed_total", "Requests that were admitted again after a failure"
+        )
+        self.tokens_recomputed = self._counter(
+            "millrace_tokens_recomputed_total",
+            "Tokens that were computed again because a failure lost their KV",
         )
         self.requests_quarantined = self._counter(
             "millrace_requests_quarantined_total",
@@ -295,8 +353,11 @@ class Metrics:
         """Show metrics of alerts at zero: to Prometheus a series that begins at 1 has not increased."""
         for reason in RECOVERY_REASONS:
             self.recoveries.labels(reason=reason).inc(0)
+        for reason in DROP_REASONS:
+            self.kv_stores_dropped.labels(reason=reason).inc(0)
         self.recovering.set(0)
         self.requests_replayed.inc(0)
+        self.tokens_recomputed.inc(0)
         self.requests_quarantined.inc(0)
 
     def _family(

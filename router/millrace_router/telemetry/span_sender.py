@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,8 @@ import structlog
 
 COMMAND = (sys.executable, "-P", "-m", "millrace_router.telemetry.exporting")
 FLUSH_SECONDS = 0.2
+KEYS = frozenset({"API_KEY", "ADMIN_KEY", "NGROK_AUTHTOKEN"})
+"""Variables of the router that the process does not get, in contrast to OpenTelemetry's."""
 MAX_WAITING_BYTES = 4 << 20
 """In the pipe: about 4000 requests. Further spans are lost."""
 MAX_WAITING_LINES = 4000
@@ -79,10 +82,11 @@ class SpanSender:
 
     async def _run(self) -> None:
         """Keep a process running until the sender is closed."""
+        environment = {name: value for name, value in os.environ.items() if name not in KEYS}
         while True:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=asyncio.subprocess.PIPE
+                    *self._command, stdin=asyncio.subprocess.PIPE, env=environment
                 )
             except OSError as error:
                 log.error("the process that exports traces did not start", error=str(error))  # noqa: TRY400

@@ -1,5 +1,5 @@
 """Tokenizer, detokenizer, stop sequences and chat templates.
 
 Entry points: `tokenizer.Tokenizer`, `chat_template.ChatTemplate`.
-May import: errors only.
+Imports: errors, millrace_proto.
 """

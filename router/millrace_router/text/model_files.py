@@ -10,8 +10,11 @@ from typing import Any
 
 import orjson
 
+from millrace_proto.small_files import read_small_file
+
 JsonObject = dict[str, Any]
 
+_END_TOKENS = ("eos_token", "eot_token")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -64,6 +67,12 @@ class ModelFiles:
         """Texts of `bos_token`, `eos_token` and the like, as chat templates name them."""
         texts = {name: _token_text(self.tokenizer_config.get(name)) for name in _SPECIAL_TOKENS}
         return {name: text for name, text in texts.items() if text is not None}
+
+    @property
+    def end_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokens that end a text or a turn, by tokenizer_config.json."""
+        texts = (_token_text(self.tokenizer_config.get(name)) for name in _END_TOKENS)
+        return tuple(text for text in texts if text is not None)
 
 
 def _sources(
@@ -122,7 +131,7 @@ def _read_json(path: Path) -> JsonObject:
 
 def _read_text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_small_file(path).decode()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -12,9 +12,14 @@ from typing import Any
 
 import orjson
 from jinja2 import nodes
+from pydantic_core import from_json
 
 _COUNTS_CALLS = re.compile(r"(?:in\s+\w+\.tool_calls|tool_calls\s*\|\s*(?:length|count))")
 _TESTS_SHORT_ID = re.compile(r"length\s*[!=]=\s*9\b")
+
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Roles that every template gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,8 @@ class TemplateShape:
     adds_arguments: bool = False
     """Whether it adds a call's arguments to text, so that they must be text, as in DeepSeek's templates."""
 
+    texts: frozenset[str] = frozenset()
+    """All its texts, among which are the names of further roles."""
     has_thought_parts: bool = False
     """Whether a thought may be a part of the content, as in Mistral's templates."""
 
@@ -53,6 +60,7 @@ class TemplateShape:
         attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
         content = _Content(tree)
         return cls(
+            texts=frozenset(constants),
             names_tools=any(
                 node.name == "tools" and node.ctx == "load" for node in tree.find_all(nodes.Name)
             ),
@@ -210,9 +218,40 @@ def lacks_content(message: Message) -> bool:
 
 
 def text_of(content: object) -> str:
+    """Return the text of content, without its pictures."""
     if isinstance(content, list):
-        return "".join(part["text"] for part in content)
+        return "".join(part.get("text", "") for part in content)
     return content if isinstance(content, str) else ""
+
+
+def image_part(source: object) -> dict[str, Any]:
+    """Return a picture as a part of a message, for `without_sources`."""
+    return {"type": "image", "source": source}
+
+
+def without_sources(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Return messages with pictures as templates take them, and the sources of the pictures in order."""
+    sources: list[Any] = []
+    made: list[Message] = []
+    for message in messages:
+        parts = message.get("content")
+        if isinstance(parts, list) and any("source" in part for part in parts):
+            sources += [part["source"] for part in parts if "source" in part]
+            parts = [{"type": "image"} if "source" in part else part for part in parts]
+            message = {**message, "content": parts}  # noqa: PLW2901
+        made.append(message)
+    return made, sources
+
+
+def num_images(messages: Sequence[Message]) -> int:
+    """Return the number of pictures in messages."""
+    contents = (message.get("content") for message in messages)
+    return sum(
+        part.get("type") == "image"
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
 
 
 def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
@@ -283,16 +322,19 @@ def _call_for(shape: TemplateShape, call: dict[str, Any], index: int) -> dict[st
 
 
 def _arguments_of(arguments: object) -> object:
-    """Return the arguments as an object, or unchanged if they are none."""
-    if arguments is None or arguments == "":
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    """Return the arguments as an object, over which templates iterate.
+
+    Of a call that was cut it has the members that are there, because the conversation would be of no use otherwise.
+    """
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = from_json(arguments or "{}", allow_partial="trailing-strings")
+        except ValueError:
+            value = arguments
+    if value is None or isinstance(value, dict):
+        return value or {}
+    return {"arguments": value}
 
 
 def _text_of_arguments(arguments: object) -> str:

@@ -17,7 +17,9 @@ import orjson
 from tokenizers import Encoding, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_router.text.byte_decoder import ByteDecoder
+from millrace_proto.token_bytes import ByteDecoder, NoFixedBytes
+from millrace_router.errors import is_failure
+from millrace_router.text.control_tokens import CodeEncoder, ControlTokens, Encoded, GuardedText
 
 SEPARATOR = "\U0010ffff"
 """A noncharacter, which Unicode keeps out of texts."""
@@ -62,6 +64,15 @@ def longest_token(rust: RustTokenizer) -> int | None:
         return None
     lengths = (len(text.encode()) for text in (*vocab, *(token.content for token in added)))
     return factor * max(lengths)
+
+
+def byte_decoder(rust: RustTokenizer) -> ByteDecoder | None:
+    """Read the decoder of `rust`; None if the bytes of a token can depend on its neighbours."""
+    try:
+        # The pickled decoder is its part of tokenizer.json, without the vocabulary.
+        return ByteDecoder(json.loads(rust.decoder.__getstate__()) if rust.decoder else None)
+    except NoFixedBytes:
+        return None
 
 
 def _has_every_byte(rust: RustTokenizer, vocab: dict[str, int]) -> bool:
@@ -113,6 +124,8 @@ Result = TypeVar("Result")
 SPANS_AT_ONCE = 1024
 """Spans that are written as JSON before another thread may run."""
 
+LONG_CHARS = 1 << 16
+"""Length above which a text is tokenized in a separate thread, so that it delays no shorter one."""
 MAX_PARTS = 8
 """Results of `Tokenizer.ids_with` that are kept."""
 
@@ -142,19 +155,25 @@ class Tokenizer:
         rust.no_padding()
         self._rust = rust
         self._workers = ThreadPoolExecutor(validation_workers, thread_name_prefix="tokenize")
+        self._long_worker = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         added = rust.get_added_tokens_decoder()
         self.special_ids = {token.content: id_ for id_, token in added.items() if token.special}
         """Ids of control tokens by text."""
         self._special_ids = frozenset(self.special_ids.values())
+        self.control_tokens = ControlTokens.of(rust)
+        """The texts that are control tokens in a prompt, unless it is guarded."""
+        self._code_encoder = CodeEncoder(rust, self.control_tokens.stand_ins)
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
         self._whole_texts: dict[int, str | None] = {}
-        self._byte_decoder = ByteDecoder.of(rust)
+        self._byte_decoder = byte_decoder(rust)
         self.longest_token = longest_token(rust)
         """The largest number of bytes of text in one token, if it is bounded."""
         self._token_texts: TokenTexts | None = None
         self._ids_with: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
+        self.end_ids: frozenset[int] = frozenset()
+        """Ids that end a text or a turn by tokenizer_config.json, which may be another one than the shards read."""
 
     @classmethod
     def load(cls, folder: Path, *, validation_workers: int = 2) -> Tokenizer:
@@ -169,8 +188,9 @@ class Tokenizer:
             raise TokenizerError(f"{path} does not exist: the model needs a fast tokenizer")
         try:
             rust = RustTokenizer.from_file(str(path))
-        # The binding raises plain Exception.
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise TokenizerError(f"{path} cannot be read: {error}") from error
         return cls(rust, validation_workers=validation_workers)
 
@@ -187,16 +207,17 @@ class Tokenizer:
 
         """
         encode = self._rust.encode_batch_fast
-        return tuple(_first_of(encode, text, special=add_special_tokens).ids)
+        return tuple(self._encoding(encode, text, special=add_special_tokens).ids)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Do as `encode` in a worker thread."""
         encode = functools.partial(self.encode, text, add_special_tokens=add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._workers, encode)
+        return await self.in_thread(encode, num_chars=len(text))
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[TokenSpan]:
         """Token ids of `text` with their parts of it; added special tokens have empty parts."""
-        encoding = _first_of(self._rust.encode_batch, text, special=add_special_tokens)
+        encode = self._rust.encode_batch
+        encoding = self._encoding(encode, text, special=add_special_tokens)
         byte_at: Sequence[int] = range(len(text) + 1)
         if not text.isascii():
             byte_at = list(accumulate((len(char.encode()) for char in text), initial=0))
@@ -212,7 +233,7 @@ class Tokenizer:
             spans = self.encode_with_offsets(text, add_special_tokens=add_special_tokens)
             return _spans_json(spans)
 
-        return await asyncio.get_running_loop().run_in_executor(self._workers, render)
+        return await self.in_thread(render, num_chars=len(text))
 
     def encode_with_starts(
         self, text: str, *, add_special_tokens: bool = True
@@ -221,17 +242,37 @@ class Tokenizer:
 
         An added special token has the position of the token before it.
         """
-        encoding = _first_of(self._rust.encode_batch, text, special=add_special_tokens)
+        encode = self._rust.encode_batch
+        encoding = self._encoding(encode, text, special=add_special_tokens)
         starts = accumulate((start for start, _ in encoding.offsets), max)
         return list(zip(encoding.ids, starts, strict=True))
 
-    async def in_thread(self, call: Callable[[], Result]) -> Result:
-        """Make the call in a worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, call)
+    def _encoding(
+        self, encode: Callable[..., list[Encoding]], text: str, *, special: bool
+    ) -> Encoding | Encoded:
+        """Encode a batch of one; only the binding's batch methods let other threads run meanwhile."""
+        try:
+            if isinstance(text, GuardedText):
+                return self._code_encoder.encode(text.code, add_special_tokens=special)
+            return encode([text], add_special_tokens=special)[0]
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise TokenizerError(str(error)) from error
+
+    async def in_thread(self, call: Callable[[], Result], *, num_chars: int = 0) -> Result:
+        """Make the call in a worker thread; `num_chars` is the length of the text that it reads."""
+        workers = self._workers if num_chars <= LONG_CHARS else self._long_worker
+        return await asyncio.get_running_loop().run_in_executor(workers, call)
 
     def decode(self, ids: tuple[int, ...] | list[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of `ids`; ids outside the vocabulary add nothing."""
-        text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
+        """Return the text of `ids`; ids outside the vocabulary add nothing. Raises TokenizerError."""
+        try:
+            text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise TokenizerError(str(error)) from error
         return text
 
     def id_of(self, text: str) -> int | None:
@@ -304,6 +345,7 @@ class Tokenizer:
     def close(self) -> None:
         """Stop the worker threads after their present calls."""
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._long_worker.shutdown(wait=False, cancel_futures=True)
 
 
 def _spans_json(spans: list[TokenSpan]) -> bytes:
@@ -311,11 +353,3 @@ def _spans_json(spans: list[TokenSpan]) -> bytes:
     starts = range(0, len(spans), SPANS_AT_ONCE)
     pieces = (orjson.dumps(spans[start : start + SPANS_AT_ONCE])[1:-1] for start in starts)
     return b"[%b]" % b",".join(pieces)
-
-
-def _first_of(encode: Callable[..., list[Encoding]], text: str, *, special: bool) -> Encoding:
-    """Encode a batch of one; only the binding's batch methods let other threads run meanwhile."""
-    try:
-        return encode([text], add_special_tokens=special)[0]
-    except Exception as error:
-        raise TokenizerError(str(error)) from error

@@ -2,5 +2,5 @@
 
 Entry points: `formats.registry.format_of`, `tool.AnswerParser`. `formats` has a page for each family of models,
 `parsing` what they share; `text_tool` is for tools whose input is a text.
-May import: request, text, errors.
+Imports: errors, request.
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
-import string
-import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from millrace_router.errors import ToolError
 from millrace_router.request.request import Grammar
 
 
@@ -31,6 +30,18 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+_MAX_LISTED = 20
+_MAX_NAME_CHARS = 100
+
+
+def tool_not_found(name: str, tools: Sequence[str]) -> ToolError:
+    """Return the error for a choice of a tool that is not one of `tools`, which are names."""
+    listed = ", ".join(one[:_MAX_NAME_CHARS] for one in tools[:_MAX_LISTED])
+    more = f" and {len(tools) - _MAX_LISTED} more" if len(tools) > _MAX_LISTED else ""
+    tip = f": the tools are {listed}{more}" if tools else ": the list of tools is empty"
+    return ToolError(f"Tool with name {name[:_MAX_NAME_CHARS]} not found", tip)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """Which tools the model may or must call."""
@@ -52,19 +63,6 @@ class ToolChoice:
         return self.kind == "named" or not self.parallel
 
 
-_ALPHABET = string.ascii_letters + string.digits
-
-
-def new_call_id() -> str:
-    """Return an id in OpenAI's form."""
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def new_short_call_id() -> str:
-    """Return nine letters and digits, the only form that Mistral's templates accept."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
-
-
 @dataclass(frozen=True, slots=True)
 class CallDelta:
     """A piece of a call: the first has id and name, and the pieces of arguments together are one JSON object."""
@@ -74,6 +72,10 @@ class CallDelta:
     id: str | None
     name: str | None
     arguments: str
+    source: str = ""
+    """What the model wrote for it, special tokens apart; it is text if the call never ends."""
+    is_last: bool = False
+    """Whether the arguments are whole with it. A call without such a piece is broken or cut."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
 """TGI's rules for requests, and the admission of grammars by the shards.
 
 Entry point: `validator.Validator`.
-May import: recovery, shards, tool_calls, request, text, telemetry.
+Imports: errors, millrace_proto, recovery, request, shards, telemetry, text.
 """

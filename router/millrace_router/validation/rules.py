@@ -12,6 +12,8 @@ MAX_STOP_CHARS = 4096
 """Longer stop sequences are refused: the search for them would cost more than the token."""
 FITTING = -1
 """The value of `truncate` that keeps as many tokens as fit."""
+CHAT_NEW_TOKENS = 2048
+"""Most new tokens of a chat for which neither the client nor the server nor the model names a limit."""
 TGI_LEG = 1024
 """TGI generates at most this many tokens at a time, and counts no more against the context."""
 
@@ -130,6 +132,7 @@ def check_text(request: GenerationRequest, limits: Limits, longest_token: int | 
             f"`{name}` must have less than {max_input_tokens} tokens. Given: at least {least}",
             num_prompt_tokens=least,
             max_new_tokens=request.max_new_tokens or 0,
+            max_prompt_tokens=limits.max_prompt_tokens,
         )
 
 
@@ -147,8 +150,16 @@ def num_kept(request: GenerationRequest, limits: Limits) -> int:
     """Return how many of the prompt's last tokens `truncate`, which is set and checked, keeps."""
     if request.truncate != FITTING:
         return request.truncate or limits.max_input_tokens
-    room = limits.max_total_tokens - (request.max_new_tokens or 1)
-    return max(1, min(limits.max_input_tokens, room))
+    most = request.max_new_tokens or 1
+    if most >= limits.max_total_tokens and _is_bound(request, limits):
+        most = 1
+    return max(1, min(limits.max_input_tokens, limits.max_total_tokens - most))
+
+
+def _is_bound(request: GenerationRequest, limits: Limits) -> bool:
+    """Return whether `max_new_tokens` only bounds the answer, so that it may be more than fits."""
+    is_strict = limits.strict_max_tokens or limits.dialect.clamps_new_tokens
+    return request.is_chat and not is_strict
 
 
 def new_tokens(
@@ -157,27 +168,29 @@ def new_tokens(
     """Return how many tokens may follow a prompt of `input_length` tokens; raises SizeError.
 
     A request that leaves it open gets as many as fit, no more than the server's default or else the model's, `default`,
-    and no more than the server's limit.
+    or else a chat's, and no more than the server's limit.
     """
     room = max(limits.max_total_tokens - input_length, 0)
     if request.pooling is not None:
-        _check_pooled(
-            request, input_length, min(limits.max_input_tokens, limits.max_total_tokens - 1)
-        )
+        _check_pooled(request, input_length, limits.max_prompt_tokens)
         return 1
     num_tokens, most = request.max_new_tokens, limits.max_new_tokens_limit
+    clamps, is_bound = limits.dialect.clamps_new_tokens, _is_bound(request, limits)
     if num_tokens is None:
-        bounds = (room, limits.default_max_new_tokens or default, most)
+        of_chat = CHAT_NEW_TOKENS if request.is_chat and not clamps else None
+        bounds = (room, limits.default_max_new_tokens or default or of_chat, most)
         num_tokens = min(bound for bound in bounds if bound is not None)
     elif most is not None and num_tokens > most:
-        if not limits.dialect.clamps_new_tokens:
+        if not (clamps or is_bound):
             raise SizeError(
                 f"`{request.names.max_new_tokens}` must be <= {most}. Given: {num_tokens}",
                 num_prompt_tokens=input_length,
                 max_new_tokens=num_tokens,
             )
         num_tokens = most
-    if not limits.dialect.clamps_new_tokens:
+    if is_bound:
+        num_tokens = min(num_tokens, max(room, 1))
+    if not clamps:
         _check_length(request, input_length, num_tokens, limits)
         return num_tokens
     _check_length(request, input_length, min(num_tokens, TGI_LEG), limits)
@@ -209,7 +222,13 @@ def _check_length(
         )
     else:
         return
-    raise SizeError(message, num_prompt_tokens=input_length, max_new_tokens=max_new_tokens)
+    raise SizeError(
+        message,
+        num_prompt_tokens=input_length,
+        max_new_tokens=max_new_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        max_prompt_tokens=limits.max_prompt_tokens,
+    )
 
 
 def check_vocabulary(
@@ -236,14 +255,15 @@ def least_tokens(request: GenerationRequest, max_new_tokens: int) -> int:
 
 
 def sampling_from(request: GenerationRequest, rules: SequenceRules = NO_RULES) -> Sampling:
-    """Resolve the defaults; a request without a seed gets a random one."""
+    """Resolve the defaults; a request without any seed gets a random one."""
     chosen = request.chosen()
+    seed = request.unset_seed if request.seed is None else request.seed
     if not request.xtc_probability:
         del chosen["xtc_threshold"]
     return Sampling(
         **chosen,
         do_sample=request.do_sample,
-        seed=random_seed() if request.seed is None else request.seed,
+        seed=random_seed() if seed is None else seed,
         presence_penalty=request.presence_penalty,
         openai_frequency_penalty=request.openai_frequency_penalty,
         watermark=request.watermark,

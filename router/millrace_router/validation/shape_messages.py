@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError as ShapeError
 
@@ -53,20 +54,55 @@ def shape_error(error: ShapeError, body: object) -> BodyShapeError:
     sentence = SENTENCES.get(first["type"])
     text = first["msg"] if sentence is None else sentence.format_map(first.get("ctx", {}))
     text = ONE_OF_MANY.sub(r"1 \1", text)
-    path = _path(first["loc"], body)
-    if first["type"] == "missing":
-        path = f"{path}.{first['loc'][-1]}"
+    *steps, last = first["loc"] or ("",)
+    is_missing = first["type"] == "missing"
+    places = [*_places(steps, body), last] if is_missing else _places(first["loc"], body)
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in places)
     return BodyShapeError(text, field=path.removeprefix("."))
 
 
-def _path(steps: tuple[int | str, ...], body: object) -> str:
-    """Write down the path of a field as far as it is in `body`: other steps are names of alternatives."""
-    path, here = "", body
-    for step in steps:
-        if isinstance(step, int):
-            path += f"[{step}]"
-            here = here[step] if isinstance(here, list) else None
-        elif isinstance(here, dict) and step in here:
-            path += f".{step}"
-            here = here[step]
-    return path
+def make_whole(error: ShapeError, body: object) -> bool:
+    """Replace whole numbers with a fraction in `body` by the integers that the model needs; returns whether any was.
+
+    Where one in a list is wrong, all of the list are replaced.
+    """
+    num_replaced = 0
+    for one in error.errors(include_url=False):
+        value = one["input"]
+        if one["type"] != "int_type" or not (isinstance(value, float) and value.is_integer()):
+            continue
+        inner: Any = body
+        places = _places(one["loc"], body)
+        lists = []
+        for step in places[:-1]:
+            inner = inner[step]
+            lists += [inner] if isinstance(inner, list) else []
+        if places and inner[(last := places[-1])] is value:
+            inner[last] = int(value)
+            num_replaced += 1
+            for outer in lists[:1]:
+                outer[:] = map(_whole, outer)
+    return num_replaced > 0
+
+
+def _whole(value: object) -> object:
+    """Return a whole number as an integer, a list with its numbers as integers, and another value as it is."""
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _places(steps: Sequence[int | str], here: object) -> list[int | str]:
+    """Return the steps that lead into `here`: the others are names of alternatives.
+
+    A name of an alternative may be a field's, too, such as `messages`: the reading with the most steps is right.
+    """
+    if not steps:
+        return []
+    step, rest = steps[0], steps[1:]
+    readings = [_places(rest, here)]
+    is_item = isinstance(step, int) and isinstance(here, list) and step < len(here)
+    if is_item or (isinstance(here, dict) and step in here):
+        inner: Any = here
+        readings.append([step, *_places(rest, inner[step])])
+    return max(readings, key=len)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
+from typing import TypeVar
 
 from millrace_proto.sampling import NO_RULES, Dry, SequenceRules
 from millrace_router.errors import ValidationError
 from millrace_router.request.generation_request import DryRequest, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.images import ImageSpan, spans_of
 from millrace_router.request.limits import Limits
 from millrace_router.request.request import Grammar, Task, ValidRequest
 from millrace_router.telemetry.metrics import Metrics
@@ -23,6 +29,8 @@ MAX_BAD_WORDS = 64
 MAX_WORD_CHARS = 256
 MAX_BREAKERS = 16
 MAX_DRY_WINDOW = 1 << 20
+
+Made = TypeVar("Made")
 
 
 def has_rules(request: GenerationRequest) -> bool:
@@ -105,6 +113,7 @@ class Validator:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._grammars = grammars
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     async def validate(self, request: GenerationRequest) -> Validated:
         """Check a request that is to be generated, and count its lengths in the metrics.
@@ -148,7 +157,10 @@ class Validator:
             rules.check_truncate(request, limits)
             input_ids = request.prompt
         if request.truncate is not None:
-            input_ids = input_ids[-rules.num_kept(request, limits) :]
+            kept = rules.num_kept(request, limits)
+            if request.images and len(input_ids) > kept:
+                raise ValidationError(f"`{request.names.truncate}` would cut a prompt with images")
+            input_ids = input_ids[-kept:]
         max_new_tokens = rules.new_tokens(
             request, len(input_ids), limits, self.defaults.most_tokens(request)
         )
@@ -162,15 +174,18 @@ class Validator:
         grammar = await self._read_grammar(request)
         sequence_rules = await self._sequence_rules(request)
         least = rules.least_tokens(request, max_new_tokens)
+        images = self._image_spans(request, input_ids)
         allowed = request.decoder_input_details and self.limits.prefill_logprobs
         valid = ValidRequest(
             input_ids=input_ids,
+            images=images,
             max_new_tokens=max_new_tokens,
             sampling=rules.sampling_from(request, sequence_rules),
             stop_sequences=request.stop,
+            answer_text=request.answer_text,
             ignore_eos=request.ignore_eos,
             stop_token_ids=tuple(sorted(set(request.stop_token_ids))),
-            cache_salt=request.cache_salt,
+            cache_salt=self._cache_salt(request, input_ids, images),
             min_new_tokens=least,
             top_n_tokens=request.top_n_tokens or 0,
             prefill_logprobs=request.prompt_logprobs or allowed,
@@ -180,6 +195,35 @@ class Validator:
             pooling=request.pooling,
         )
         return Validated(valid, request.text)
+
+    def _cache_salt(
+        self,
+        request: GenerationRequest,
+        input_ids: tuple[int, ...],
+        images: tuple[ImageSpan, ...],
+    ) -> tuple[str, ...]:
+        """Return the salt of the blocks' keys, which covers the prompt if all of its KV depends on all of it."""
+        if not self.limits.whole_prompts:
+            return request.cache_salt
+        prompt = sha256(array("I", input_ids).tobytes())
+        for span in images:
+            prompt.update(span.image.digest)
+        return (*request.cache_salt, prompt.hexdigest())
+
+    def _image_spans(
+        self, request: GenerationRequest, input_ids: tuple[int, ...]
+    ) -> tuple[ImageSpan, ...]:
+        """Find the placeholders of pictures; raises ValidationError for one that the client wrote."""
+        placeholder = self.limits.image_token_id
+        if placeholder is None:
+            return ()
+        if request.images:
+            return spans_of(input_ids, placeholder, request.images)
+        if placeholder in input_ids:
+            raise ValidationError(
+                f"`{request.names.prompt}` has the placeholder of an image, but no image"
+            )
+        return ()
 
     async def _sequence_rules(self, request: GenerationRequest) -> SequenceRules:
         if not has_rules(request):
@@ -196,7 +240,7 @@ class Validator:
             raise ValidationError("grammar is not supported")
         if isinstance(grammar, RawGrammar):
             raw = grammar
-            grammar = await self._tokenizer.in_thread(raw.read)
+            grammar = await self.make_grammar(raw.read)
             if self.limits.dialect.needs_properties:
                 raw.check_as_tgi()
         if request.ignore_eos:
@@ -204,6 +248,10 @@ class Validator:
                 "`ignore_eos` has no meaning with a grammar, which decides where a text ends"
             )
         return grammar
+
+    async def make_grammar(self, make: Callable[[], Made]) -> Made:
+        """Read or write a grammar in a thread for nothing else: one may take 0.1 s, and prompts do not wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._grammar_thread, make)
 
     async def tokenize(self, text: str, *, adds_special_tokens: bool = True) -> bytes:
         """Split `text` into tokens with their places in it, as a JSON array; raises ValidationError."""

@@ -1,5 +1,5 @@
 """LoRA adapters of this shard: reads them from the cache folder, packs them for the linears of a rank, holds them.
 
 Entry points: `adapter_store.AdapterStore`, `adapter_store.SequenceAdapters`.
-May import: kernels.
+Imports: arrays, errors, kernels.lora.
 """

@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 import torch
 
-from millrace_shard.adapters.arena import AdapterArena, bytes_per_slice, run_of
+from millrace_shard.adapters.arena import AdapterArena, bytes_per_slice, run_of, together
 from millrace_shard.adapters.packing import AdapterPacker, read_canonical
 from millrace_shard.arrays import Ints
 from millrace_shard.errors import AdapterInvalid, AdapterMemoryFull, StepInvalid
@@ -99,7 +99,7 @@ class AdapterStore:
             parts = self._packer.pack(modules)
             adapter = PackedAdapter(digest=digest, parts=parts, num_pages=pages)
             if self._arena is None:
-                return adapter
+                return together(adapter) if self.table.device.type == "cpu" else adapter
             return self._write(self._arena, slot, adapter, between_steps)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:

@@ -7,7 +7,9 @@ later steps wait for as they do for any work before them.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
@@ -128,18 +130,7 @@ class AdapterArena:
         if self._stream is not None:
             host = host.pin_memory()
         start = run.first * PAGE_BYTES
-        end, parts = 0, dict[int, PackedPart]()
-        for index, part in adapter.parts.items():
-            placed: list[Tensor | None] = []
-            for tensor in _tensors(part):
-                view = None
-                if tensor is not None:
-                    values = tensor.contiguous().flatten().view(torch.uint8)
-                    host[end : end + len(values)] = values
-                    view = self._view(start + end, tensor)
-                    end = rounded_up(end + len(values), ALIGNMENT)
-                placed.append(view)
-            parts[index] = _with_tensors(part, placed)
+        parts = _laid_out(adapter, host, self._memory[start : start + len(host)])
         self._copy(start, host)
         return replace(adapter, parts=parts, first_page=run.first)
 
@@ -185,18 +176,15 @@ class AdapterArena:
             index: _with_tensors(
                 part,
                 [
-                    None if each is None else self._view(each.data_ptr() - origin + shift, each)
+                    None
+                    if each is None
+                    else _view(self._memory, each.data_ptr() - origin + shift, each)
                     for each in _tensors(part)
                 ],
             )
             for index, part in adapter.parts.items()
         }
         return replace(adapter, parts=parts, first_page=target.first)
-
-    def _view(self, start: int, like: Tensor) -> Tensor:
-        """A tensor of the dtype and shape of `like` at a byte of the arena."""
-        end = start + like.numel() * like.itemsize
-        return self._memory[start:end].view(like.dtype).view(like.shape)
 
     def _record(self) -> None:
         if self._stream is not None:
@@ -209,6 +197,42 @@ def run_of(adapter: PackedAdapter) -> Run:
     """The pages of an adapter in the arena."""
     assert adapter.first_page is not None, "it is in the arena"
     return Run(adapter.first_page, adapter.num_pages)
+
+
+def together(adapter: PackedAdapter) -> PackedAdapter:
+    """`adapter`, packed in host memory, in one piece of it, on huge pages where the system has them.
+
+    A step with many adapters reads each of them once, in the order of the parts.
+    """
+    tensors = (each for part in adapter.parts.values() for each in _tensors(part))
+    size = sum(rounded_up(each.nbytes, ALIGNMENT) for each in tensors if each is not None)
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return replace(adapter, parts=_laid_out(adapter, whole, whole))
+
+
+def _laid_out(adapter: PackedAdapter, host: Tensor, target: Tensor) -> dict[int, PackedPart]:
+    """Copy the tensors of `adapter` into `host` [n] uint8; returns its parts as they will be in `target` [n]."""
+    end, parts = 0, dict[int, PackedPart]()
+    for index, part in sorted(adapter.parts.items()):
+        placed: list[Tensor | None] = []
+        for tensor in _tensors(part):
+            view = None
+            if tensor is not None:
+                values = tensor.contiguous().flatten().view(torch.uint8)
+                host[end : end + len(values)] = values
+                view = _view(target, end, tensor)
+                end = rounded_up(end + len(values), ALIGNMENT)
+            placed.append(view)
+        parts[index] = _with_tensors(part, placed)
+    return parts
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """A tensor of the dtype and shape of `like` at a byte of `memory`."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _tensors(part: PackedPart) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

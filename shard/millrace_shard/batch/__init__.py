@@ -1,5 +1,5 @@
 """The state of running sequences, and the layout of a step over it.
 
 Entry points: `batch.Batch`, `step.Step`.
-May import: sampling, kernels, device.
+Imports: adapters, arrays, device, errors, kernels, kernels.lora, millrace_proto, sampling.
 """

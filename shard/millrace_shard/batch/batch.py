@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Many
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from millrace_shard.adapters.adapter_store import SequenceAdapters
 from millrace_shard.arrays import Ints, no_ints
-from millrace_shard.batch.device_tables import BatchLimits, BlockTables, TokenTable
+from millrace_shard.batch.device_tables import BatchLimits, BlockTables, TokenTable, Uncleared
 from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.sequence_images import FeatureRows, SequenceImages
+from millrace_shard.batch.sequence_states import SequenceStates
 from millrace_shard.batch.sequence_table import SequenceTable, Slots
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.batch.step_layout import StepLayout, spread
@@ -24,7 +27,8 @@ from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload, upload_columns
 from millrace_shard.errors import StepInvalid
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
-from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.ragged import RaggedBatch, with_windows
+from millrace_shard.kernels.states import LayerState
 from millrace_shard.sampling.sampling_rows import DeviceRows, SlotParameters
 
 UNKNOWN = 0x7FC00000
@@ -121,9 +125,17 @@ class Batch:
     """At most `max_batch_size` sequences. Methods raise StepInvalid for a step that contradicts the batch."""
 
     def __init__(
-        self, limits: BatchLimits, device: torch.device, adapters: AdapterTable | None = None
+        self,
+        limits: BatchLimits,
+        device: torch.device,
+        adapters: AdapterTable | None = None,
+        states: tuple[LayerState, ...] = (),
+        features: FeatureRows | None = None,
     ) -> None:
-        """Without `adapters`, a sequence with an adapter is invalid."""
+        """`states` are the pages of each recurrent layer.
+
+        Without `adapters`, a sequence with an adapter is invalid; without `features`, one with images is.
+        """
         size = limits.max_batch_size
         self.limits = limits
         self.device = device
@@ -134,6 +146,14 @@ class Batch:
         self.slots = Slots(size)
         self.sequences = SequenceTable(limits, self.slots, self.blocks)
         self.adapters = SequenceAdapters(size, adapters, device)
+        self.states = SequenceStates(
+            size,
+            states,
+            device,
+            num_second=limits.second_pages,
+            max_draft_tokens=limits.max_draft_tokens,
+        )
+        self.images = SequenceImages(features, device)
         self.failed = FailedSequences(size, device)
         self.parameters = SlotParameters(size, device)
         """Sampling parameters on the device, where it computes while the host goes on."""
@@ -150,9 +170,11 @@ class Batch:
         self.failed.clear()
         self.slots.clear()
         self.blocks.clear()
+        self.states.clear()
+        self.images.clear()
 
-    def apply(self, change: BatchChange) -> Ints:
-        """Drop, admit and grow sequences, in this order; returns the blocks to clear before their first use.
+    def apply(self, change: BatchChange) -> Uncleared:
+        """Drop, admit and grow sequences, in this order; returns what to clear before the next forward pass.
 
         An invalid sequence holds its slot until it is dropped, and has neither tokens nor blocks.
         """
@@ -173,6 +195,8 @@ class Batch:
         self.sequences.forget_last_step()
         self.slots.check(slots)
         self.blocks.drop(slots)
+        self.states.drop(slots)
+        self.images.drop(slots)
         self.slots.free(slots)
 
     def without_invalid(self, step: Forward) -> tuple[Forward, Ints]:
@@ -189,9 +213,10 @@ class Batch:
             sequence.check(
                 vocab_size=limits.vocab_size,
                 max_tokens=limits.max_tokens,
-                block_size=limits.block_size,
             )
             self.adapters.check(sequence.adapter_slot)
+            self.states.check(sequence)
+            self.images.check(sequence)
         except StepInvalid as error:
             return error
         return None
@@ -200,7 +225,10 @@ class Batch:
         slot = sequence.slot
         self.sequences.admit(sequence)
         self.token_table.begin(slot, sequence.input_ids)
+        self.blocks.begin(slot, sequence.window_starts)
         self.failed.admit(slot)
+        self.states.admit(sequence)
+        self.images.admit(sequence)
         self.adapters.admit(slot, sequence.adapter_slot)
         if sequence.prefill_logprobs:
             num_candidates = min(sequence.prefill_top_n_tokens, self.limits.vocab_size)
@@ -212,7 +240,7 @@ class Batch:
             slots = np.array(valid)
             self.parameters.admit(slots, self.sequences.parameters(slots))
 
-    def _grow(self, slots: Ints, blocks: Ints) -> Ints:
+    def _grow(self, slots: Ints, blocks: Ints) -> Uncleared:
         if len(slots) != len(blocks):
             raise StepInvalid(f"{len(slots)} slots are to grow by {len(blocks)} blocks")
         self.slots.check_known(slots)
@@ -230,17 +258,27 @@ class Batch:
         self.slots.check(slots)
         return slots
 
-    def ragged(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> RaggedBatch:
+    def ragged(
+        self,
+        slots: Ints,
+        starts: Ints,
+        counts: Ints,
+        logit_rows: Ints,
+        num_drafts: Ints | None = None,
+    ) -> RaggedBatch:
         """The model's input for `counts` [B] tokens of `slots` [B] from positions `starts` [B] on, by one copy.
 
-        The model returns the logits of `logit_rows` [L] among these tokens.
+        The model returns the logits of `logit_rows` [L] among these tokens. The last `num_drafts` [B] tokens of each
+        row are draft tokens, or none.
         """
-        return self.ragged_with(slots, starts, counts, logit_rows, ())[0]
+        ragged, _ = self.ragged_with(slots, starts, counts, logit_rows, ())
+        states = self.states.rows(slots, starts, counts, num_drafts)
+        return ragged if states is None else replace(ragged, states=states)
 
     def ragged_with(
         self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints, others: Many[Ints]
     ) -> tuple[RaggedBatch, tuple[Tensor, ...]]:
-        """The same as `ragged`, with `others` on the device by the same copy."""
+        """The same as `ragged`, with `others` on the device by the same copy, and without states."""
         token_rows, positions = spread(starts, counts)
         token_slots = slots[token_rows]
         context = starts + counts
@@ -250,9 +288,14 @@ class Batch:
         # The host reads ids itself where it can.
         read = no_ints() if is_synchronous else token_slots
         changes = self.blocks.take_changes()
-        columns = [positions, cache_rows, slots, logit_rows, bounds, read, changes, *others]
-        uploaded = upload_columns(columns, self.device)
+        windows = [
+            self.blocks.cache_rows(token_slots, positions, group)
+            for group in range(1, self.blocks.num_groups)
+        ]
+        columns = [positions, cache_rows, slots, logit_rows, bounds, read, changes]
+        uploaded = upload_columns([*columns, *windows, *others], self.device)
         token_positions, rows, slot, device_logit_rows, bound, token_slot, change = uploaded[:7]
+        window_rows, uploaded = uploaded[7 : 7 + len(windows)], uploaded[7 + len(windows) :]
         self.blocks.change(change)
         narrow = bound.to(torch.int32)
         width = -(-int(context.max()) // self.limits.block_size)
@@ -260,39 +303,47 @@ class Batch:
             ids = self.token_table.read(token_slots, positions)
         else:
             ids = self.token_table.take(token_slot, token_positions)
+        tables = [
+            self.blocks.tables[:, :width].index_select(0, table_rows)
+            for table_rows in self.blocks.rows_of_groups(slot)
+        ]
         ragged = RaggedBatch(
             ids=ids,
             positions=token_positions,
             cache_rows=rows,
             query_starts=narrow[: len(slots) + 1],
             context_lengths=narrow[len(slots) + 1 :],
-            block_tables=self.blocks.tables[:, :width].index_select(0, slot),
+            block_tables=tables[0],
             logit_rows=device_logit_rows,
             num_queries=tuple(counts.tolist()),
             num_context=tuple(context.tolist()),
             adapters=self.adapters.rows(slots, counts, logit_rows),
         )
-        return ragged, uploaded[7:]
+        return with_windows(ragged, [*zip(window_rows, tables[1:], strict=True)]), uploaded
 
     def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
         """The same as `ragged`, for rows of one token each, with the logits of every row."""
         size, context = len(slots), starts + 1
         width = -(-int(context.max()) // self.limits.block_size)
-        columns = [starts, self.blocks.cache_rows(slots, starts)]
-        positions, cache_rows = upload_columns(columns, self.device)
-        return RaggedBatch(
+        groups = range(self.blocks.num_groups)
+        columns = [starts, *(self.blocks.cache_rows(slots, starts, group) for group in groups)]
+        positions, cache_rows, *window_rows = upload_columns(columns, self.device)
+        tables = [upload(self.blocks.rows(slots, width, group), self.device) for group in groups]
+        ragged = RaggedBatch(
             ids=self.token_table.read(slots, starts),
             positions=positions,
             cache_rows=cache_rows,
             query_starts=self._starts[: size + 1],
             context_lengths=upload(context.astype(np.int32), self.device),
-            block_tables=upload(self.blocks.rows(slots, width), self.device),
+            block_tables=tables[0],
             logit_rows=self._rows[:size],
             all_logits=True,
             num_queries=(1,) * size,
             num_context=tuple(context.tolist()),
             adapters=self.adapters.rows(slots, None, None),
+            states=self.states.rows(slots, starts),
         )
+        return with_windows(ragged, [*zip(window_rows, tables[1:], strict=True)])
 
     def put(
         self, layout: StepLayout, ids: Tensor, failed: Tensor, rows: DeviceRows | None = None

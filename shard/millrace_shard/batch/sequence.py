@@ -36,6 +36,25 @@ PARAMETERS = np.dtype(
 """The sampling parameters of a sequence as a row; `num_prompt` is the position of its first generated token."""
 
 
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Placeholder tokens at `position` and following, whose embeddings are replaced by rows of features."""
+
+    position: int
+    tokens: int
+    first_row: int
+    """Of the first token; the rows of the others follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageGrid:
+    """The features of an image from `position` on, row by row."""
+
+    position: int
+    rows: int
+    columns: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequence:
     """A sequence as it joins the batch, with the fields of the message `Sequence`."""
@@ -45,6 +64,7 @@ class Sequence:
     input_ids: Ids
     generated_tokens: int = 0
     cached_tokens: int = 0
+    """Positions with KV, which need not fill their last block."""
     parameters: Sampling = field(default_factory=Sampling)
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
@@ -57,13 +77,23 @@ class Sequence:
     """0: no adapter."""
     pooling: Pooling | None = None
     """None: the sequence yields tokens."""
+    window_starts: tuple[int, ...] = ()
+    """Blocks at the beginning of its table in each window group that do not exist."""
+    state_page: int = 0
+    """The page of its state; 0 without recurrent layers."""
+    restored_page: int = 0
+    """The page with its state after `cached_tokens` tokens; 0: there is none."""
+    images: tuple[ImageSpan, ...] = ()
+    """In the order of their positions."""
+    image_grids: tuple[ImageGrid, ...] = ()
+    """Of all images of any size, in the order of their positions."""
 
     @property
     def num_inputs(self) -> int:
         """Tokens to compute before the first sample."""
         return len(self.input_ids)
 
-    def check(self, *, vocab_size: int, max_tokens: int, block_size: int) -> None:
+    def check(self, *, vocab_size: int, max_tokens: int) -> None:
         """Raise StepInvalid unless the sequence is consistent and within the limits."""
         if not 0 < self.num_inputs <= max_tokens:
             raise StepInvalid(
@@ -75,10 +105,6 @@ class Sequence:
             )
         if not 0 <= self.cached_tokens < self.num_inputs:
             raise StepInvalid(f"request {self.request_id} leaves no token to compute")
-        if self.cached_tokens % block_size:
-            raise StepInvalid(
-                f"request {self.request_id}: {self.cached_tokens} cached tokens do not fill blocks"
-            )
         if not 0 <= self.generated_tokens < self.num_inputs:
             raise StepInvalid(
                 f"request {self.request_id} lacks a prompt before its generated tokens"

@@ -11,6 +11,7 @@ import numpy as np
 
 from millrace_shard.arrays import Flags, Floats, Ints, no_floats, no_ints
 from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.sequence_states import NO_SAVES, StateSaves
 from millrace_shard.errors import StepInvalid
 
 
@@ -22,15 +23,30 @@ class BatchChange:
     admitted: tuple[Sequence, ...] = ()
     grown_slots: Ints = field(default_factory=no_ints)
     grown_blocks: Ints = field(default_factory=no_ints)
+    unsealed_blocks: Ints = field(default_factory=no_ints)
+    sealed_blocks: Ints = field(default_factory=no_ints)
+    sealed_keys: tuple[bytes, ...] = ()
+    """Keys of what `sealed_blocks` hold."""
+    freed_images: Ints = field(default_factory=no_ints)
+    """Image slots whose pixels are forgotten."""
 
     def __bool__(self) -> bool:
         grows = len(self.grown_slots) or len(self.grown_blocks)
-        return bool(grows or self.admitted or len(self.dropped_slots))
+        leaves = len(self.dropped_slots) or len(self.freed_images)
+        return bool(grows or leaves or self.admitted or self.has_seals)
+
+    @property
+    def has_seals(self) -> bool:
+        """Whether it changes the directory of blocks alone."""
+        return bool(len(self.sealed_blocks) or len(self.unsealed_blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
     """Begins an epoch with an empty batch."""
+
+    life: int = 0
+    """The router's books of blocks, see `KVStore.begin`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,6 +61,7 @@ class Forward:
     """KV positions that each decode may fill; empty: one each."""
     draft_tokens: Ints = field(default_factory=no_ints)
     """Draft tokens that may be among these positions; empty: none."""
+    saves: StateSaves = NO_SAVES
 
     @cached_property
     def decode_limits(self) -> tuple[Ints, Ints]:
@@ -74,6 +91,18 @@ class Forward:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encode:
+    """Computes features of tiles, without a forward pass."""
+
+    change: BatchChange = field(default_factory=BatchChange)
+    image_slots: Ints = field(default_factory=no_ints)
+    units: Ints = field(default_factory=no_ints)
+    """The tile of each of `image_slots`."""
+    layers: Ints = field(default_factory=no_ints)
+    """Layers of the encoder to run for each tile; empty: all."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Filter:
     """Drops sequences without a forward pass."""
@@ -86,7 +115,7 @@ class Unknown:
     """Work of a kind that this shard does not know, such as a newer router's."""
 
 
-Work = Open | Forward | Filter | Unknown
+Work = Open | Forward | Filter | Encode | Unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +172,8 @@ class StepResult:
     pooled_counts: Ints = field(default_factory=no_ints)
     """Values of each slot, which are adjacent in `pooled_values`."""
     pooled_values: Floats = field(default_factory=no_floats)
+    failed_images: tuple[int, ...] = ()
+    """Image slots whose features are not finite."""
     checksum: int = 0
     timings: Timings = field(default_factory=Timings)
 

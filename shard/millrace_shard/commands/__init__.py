@@ -1,5 +1,7 @@
 """The commands of `millrace-shard`.
 
 Entry point of each: `main`.
-May import: every other room of the shard.
+Imports: adapters, config, device, engine, errors, kernels, kernels.cpu, kernels.lora, logs, millrace_proto,
+model_runner, models, process, sampling, server, speculation, structured_output, variables, vision, weights,
+weights.gguf, weights.quantized.
 """

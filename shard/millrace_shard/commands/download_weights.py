@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from millrace_shard.config import log_level
+from millrace_proto.flags import log_level
 from millrace_shard.errors import ModelError
 from millrace_shard.logs import configure
 from millrace_shard.speculation.checkpoints import Checkpoints
@@ -54,9 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="millrace-shard download-weights", description=__doc__)
-    parser.add_argument("model_id", help="a folder, a GGUF file, a name on the hub, or smollm2")
+    parser.add_argument(
+        "model_id",
+        help="a folder, a GGUF file, a name on the hub, or smollm2; ORG/REPO:TYPE is a GGUF file on the hub",
+    )
     parser.add_argument("--revision", default=Variables().revision)
-    parser.add_argument("--draft-model", help="draft model: a folder or a name on the hub")
+    parser.add_argument(
+        "--draft-model", help="draft model or heads: a folder or a name on the hub; or mtp"
+    )
     parser.add_argument(
         "--tokenizer-name",
         help="with a GGUF file, the model whose tokenizer is used: a folder or a name on the hub",

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from millrace_shard.errors import ModelError, WeightsError
 from millrace_shard.models.description import read_any_config
 from millrace_shard.variables import Variables
-from millrace_shard.weights.gguf.files import MODEL
+from millrace_shard.weights.gguf.known_folders import MODEL, model_files
 from millrace_shard.weights.hub import HubSettings, resolve
 from millrace_shard.weights.safetensor_files import SafetensorFiles
 
@@ -82,6 +82,10 @@ def load_reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in `folder`, loaded by `transformers` in float32 on CPU. Raises ModelError."""
     config = read_any_config(folder)
     is_gguf = (folder / MODEL).is_file()
+    if is_gguf and len(model_files(folder)) > 1:
+        raise WeightsError(
+            "transformers reads no split GGUF files; merge the parts with: llama-gguf-split --merge"
+        )
     if not is_gguf:
         SafetensorFiles(folder).close()
     disable_progress_bar()

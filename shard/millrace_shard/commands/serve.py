@@ -6,10 +6,12 @@ import faulthandler
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NoReturn
+
+import torch
 
 from millrace_shard.commands.composition import build_engine, load, open_tracing
 from millrace_shard.commands.device_settings import (
@@ -17,11 +19,12 @@ from millrace_shard.commands.device_settings import (
     is_deterministic,
 )
 from millrace_shard.config import ShardConfig
-from millrace_shard.device.process_group import GroupError, RanksMissing
+from millrace_shard.device.process_group import GroupError, RanksGone, RanksMissing
 from millrace_shard.engine.engine import Engine
+from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.errors import EngineEnded, ModelError
 from millrace_shard.logs import configure
-from millrace_shard.process import START_AGAIN, die_with_parent, end_in, end_process
+from millrace_shard.process import START_AGAIN, Stages, die_with_parent, end_in, end_process
 from millrace_shard.server.address import SocketFile, for_this_user_only, server_credentials
 from millrace_shard.server.service import ShardService, new_server
 
@@ -47,39 +50,66 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Serve until SIGTERM or SIGINT; exit with 1 and a message after an error, or when the engine ends by itself."""
+    run_command(argv, serve)
+
+
+def run_command(argv: Sequence[str] | None, run: Callable[[ShardConfig, Stages], None]) -> NoReturn:
+    """Run with the flags of the command line, and end the process as `end_after` does."""
     config = ShardConfig.from_args(sys.argv[1:] if argv is None else argv)
     configure(config.threshold, json_output=config.json_output)
+    die_with_parent()
+    # During loading nothing needs an orderly stop.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_after(config, lambda: run(config, Stages().done("imports")))
+
+
+def end_after(config: ShardConfig, run: Callable[[], None]) -> NoReturn:
+    """Run, and end the process: with the message of an error and 1, or with START_AGAIN if only ranks are missing."""
     try:
-        die_with_parent()
-        # During loading nothing needs an orderly stop.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        serve(config)
+        run()
     except (ModelError, GroupError, EngineEnded, RuntimeError) as error:
         logger.error("%s", error)  # noqa: TRY400
         sys.stderr.write(f"Error: {error}\n")
-        # On one host the launcher restarts all ranks together.
-        is_to_meet = config.address is not None and isinstance(error, RanksMissing)
+        # On one host the launcher restarts all ranks together, and hears of those that cannot load from themselves.
+        missing = RanksGone if config.address is None else RanksMissing
+        is_to_meet = isinstance(error, missing)
         end_process(START_AGAIN if is_to_meet else 1)
     end_process(0)
 
 
-def serve(config: ShardConfig) -> None:
+def serve(config: ShardConfig, stages: Stages | None = None) -> None:
     """Load the model, then listen, wait for a signal, and stop.
 
-    Raises EngineEnded if the engine ends by itself, RanksMissing if it ended because another rank is gone, and the
+    Raises EngineEnded if the engine ends by itself, RanksGone if it ended because another rank is gone, and the
     errors of loading.
     """
     for notice in notices(config):
         logger.info("%s", notice)
+    # Errors of the address come before the model is loaded.
+    check_address(config)
+    device = choose_device(config)
+    serve_loaded(config, device, lambda: load(config, device, stages))
+
+
+def check_address(config: ShardConfig) -> None:
+    """Raises CredentialsError or SocketTaken."""
+    server_credentials(config)
+    if not config.address:
+        SocketFile(config.socket_path).check_free()
+
+
+def serve_loaded(
+    config: ShardConfig,
+    device: torch.device,
+    load: Callable[[], LoadedModel],
+    when_serving: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve what `load` returns, which the engine's thread calls. Raises as `serve` does."""
     credentials, tracing = server_credentials(config), open_tracing(config)
     socket = None if config.address else SocketFile(config.socket_path)
-    if socket is not None:
-        socket.check_free()
-    device = choose_device(config)
     engine = build_engine(config, device)
     engine.start()
-    loaded = engine.submit(lambda: load(config, device)).result()
-    engine.attach(loaded)
+    engine.attach(engine.submit(load).result())
     service = ShardService(
         engine,
         deterministic=is_deterministic(config, device),
@@ -98,6 +128,7 @@ def serve(config: ShardConfig) -> None:
         socket.publish()
     shown = config.address or f"unix://{config.socket_path}"
     logger.info("Server started at %s", shown)
+    when_serving()
     received = _first_of(stops)
     if received is not None:
         logger.info("Stopping after %s", signal.Signals(received).name)
@@ -115,9 +146,9 @@ def serve(config: ShardConfig) -> None:
         raise _end_of(engine)
 
 
-def _end_of(engine: Engine) -> EngineEnded | RanksMissing:
+def _end_of(engine: Engine) -> EngineEnded | RanksGone:
     if engine.group_is_lost:
-        return RanksMissing("the engine has ended: another rank is gone")
+        return RanksGone("the engine has ended: another rank is gone")
     return EngineEnded("the engine has ended")
 
 

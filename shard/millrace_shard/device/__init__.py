@@ -1,5 +1,5 @@
-"""The device: process groups, transfers, failures, stopwatch.
+"""The device: process groups, transfers, failures, stopwatch, pulse.
 
 Entry points: `process_group`, `transfers`.
-May import: nothing of the shard but arrays and errors.
+Imports: arrays, millrace_proto.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import traceback
 
 import torch
@@ -21,6 +23,17 @@ NO_MEMORY = (
     "Cuda failure 2 'out of memory'",
 )
 """Texts of the RuntimeErrors by which CPU allocators, CUDA and its libraries report that memory is exhausted."""
+
+
+def kernel_failures() -> tuple[type[Exception], ...]:
+    """Errors of compilation and launch if the GPU, its driver or the host's compiler is unsuitable.
+
+    Those of Triton belong to them once Triton is imported.
+    """
+    triton = sys.modules.get("triton.errors")
+    own = () if triton is None else (triton.TritonError,)
+    # Triton asserts that the host has the driver's library.
+    return (RuntimeError, OSError, AssertionError, subprocess.SubprocessError, *own)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 
 import psutil
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from millrace_shard.device.one_shot import OneShotAllReduce, SharedMemory
+from millrace_shard.device.one_shot import MAX_BYTES, OneShotAllReduce, SharedMemory
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 DISCARD_PORT = 9
@@ -131,6 +132,10 @@ class RanksMissing(GroupError):  # noqa: N818
     """Other ranks did not come in time, or are gone; they may come later."""
 
 
+class RanksGone(RanksMissing):
+    """Other ranks have left a group that served."""
+
+
 class CollectiveError(GroupError):
     """A collective failed or timed out. The ranks are out of step, so the group is unusable."""
 
@@ -152,6 +157,7 @@ class ProcessGroup:
         """The same on all ranks once they are connected; ranks that met others have another number."""
         self._one_shot: OneShotAllReduce | None = None
         self._in_rank_order = False
+        self._add: Callable[[Tensor], Tensor] = sum_in_order
 
     @classmethod
     def single(cls) -> ProcessGroup:
@@ -170,14 +176,29 @@ class ProcessGroup:
         timeout: timedelta = COLLECTIVE_TIMEOUT,
         when_broken: Callable[[str], None] | None = None,
     ) -> ProcessGroup:
+        """A group that has joined; see `join`."""
+        group = cls(rank, world_size, device)
+        group.join(master_addr, master_port, timeout=timeout, when_broken=when_broken)
+        return group
+
+    def join(
+        self,
+        master_addr: str,
+        master_port: int,
+        *,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
+        when_broken: Callable[[str], None] | None = None,
+    ) -> None:
         """Wait for all ranks at rank 0's address; the backend is NCCL for CUDA devices, gloo otherwise.
 
         `timeout` also bounds every later collective. `when_broken` is called, from another thread, when a rank comes
         back that has left this group, or rank 0 is gone. Raises GroupError when ranks are missing or share a GPU.
         """
-        group = cls(rank, world_size, device)
+        # Forks of one process are different groups.
+        self.id = secrets.randbits(GROUP_ID_BITS)
+        rank, world_size = self.rank, self.world_size
         if world_size == 1:
-            return group
+            return
         use_interface_to(master_addr)
         try:
             store = meet(
@@ -185,7 +206,7 @@ class ProcessGroup:
             )
             if when_broken is not None:
                 watch_members(master_addr, master_port, then=when_broken)
-            group._join(store, timeout)
+            self._meet_in(store, timeout)
         except GroupError:
             raise
         except (dist.DistError, RuntimeError, ValueError) as error:
@@ -193,9 +214,8 @@ class ProcessGroup:
             raise RanksMissing(
                 f"rank {rank} of {world_size} found no group at {endpoint}: {error}"
             ) from error
-        return group
 
-    def _join(self, store: Store, timeout: timedelta) -> None:
+    def _meet_in(self, store: Store, timeout: timedelta) -> None:
         """Wait for the others in the store, and agree on the number of the group."""
         rank, world_size, device = self.rank, self.world_size, self.device
         cuda = device.type == "cuda"
@@ -212,40 +232,58 @@ class ProcessGroup:
         )
         self.id = self.broadcast(self.id)
         if cuda:
-            logger.info(
-                "NCCL ends the process if a rank waits more than %d s for the others",
-                timeout.total_seconds(),
-            )
+            logger.info("%s", limits_of_waits(timeout))
 
-    def add_in_rank_order(self) -> None:
+    def add_in_rank_order(self, add: Callable[[Tensor], Tensor] | None = None) -> None:
         """From now on, add in the order of ranks, so that the sum of an element does not depend on its place.
 
         A ring starts each part of a tensor at another rank, and the part of an element depends on the number of rows.
-        The sum of two numbers is the same in any order, so this changes nothing for two ranks.
+        The sum of two numbers is the same in any order, so this changes nothing for two ranks. `add` has the bits of
+        `sum_in_order`, which it replaces for the floats of all ranks, [world_size, …].
         """
+        self._add = add or sum_in_order
         self._in_rank_order = self.world_size > 2
 
-    def use_one_shot(self, memory: SharedMemory) -> None:
-        """From now on, sum small tensors through `memory`, if all ranks can share it; else a warning is logged.
+    def use_one_shot(self, memory: SharedMemory, *, is_requested: bool = True) -> None:
+        """From now on, sum tensors that fit through `memory`, if all ranks can share it and a trial has the right sums.
 
-        It has no effect, and is logged, where sums are added in the order of ranks.
+        Otherwise that is logged, as a warning if it `is_requested`. It has no effect where sums are added in the order
+        of ranks, which is logged, too. A collective.
         """
         if self.world_size == 1:
             return
+        level = logging.WARNING if is_requested else logging.INFO
         if self._in_rank_order:
-            logger.info(
-                "--one-shot-all-reduce has no effect: with --deterministic on, more than two ranks add in their order"
-            )
+            if is_requested:
+                logger.info(
+                    "--one-shot-all-reduce has no effect: with --deterministic on, more than two ranks"
+                    " add in their order"
+                )
+            return
+        if not self.is_on_one_host():
+            logger.log(level, "all sums go through NCCL: the ranks are on several hosts")
             return
         one_shot, problem = None, "another rank cannot"
         try:
-            one_shot = OneShotAllReduce(memory)
+            one_shot = OneShotAllReduce(memory, self.world_size)
         except RuntimeError as error:
             problem = str(error)
-        if self.minimum(int(one_shot is not None)):
-            self._one_shot = one_shot
-        else:
-            logger.warning("all sums go through NCCL, as GPUs cannot share memory: %s", problem)
+        if not self.minimum(int(one_shot is not None)):
+            logger.log(level, "all sums go through NCCL, as GPUs cannot share memory: %s", problem)
+            return
+        assert one_shot is not None
+        try:
+            wrong = one_shot.problem(self.rank)
+        except RuntimeError as error:
+            wrong = str(error)
+        if not self.minimum(int(wrong is None)):
+            logger.warning(
+                "all sums go through NCCL, as those through shared memory failed a trial: %s",
+                wrong or "on another rank",
+            )
+            return
+        self._one_shot = one_shot
+        logger.info("sums of up to %d MiB go through memory that the GPUs share", MAX_BYTES >> 20)
 
     def all_reduce(self, t: Tensor) -> Tensor:
         """Sum over the ranks; every rank gets the same bits. `t` may be overwritten."""
@@ -260,16 +298,9 @@ class ProcessGroup:
         return t
 
     def _sum_in_rank_order(self, t: Tensor) -> Tensor:
-        """Gather the parts of all ranks and add them in order; floats are rounded once, at the end."""
-        first, *others = self._gather(t).unbind()
-        total = (
-            first.to(torch.promote_types(t.dtype, torch.float32))
-            if t.is_floating_point()
-            else first
-        )
-        for part in others:
-            total = total + part
-        return total.to(t.dtype)
+        """Gather the parts of all ranks and add them in order."""
+        add = self._add if t.is_floating_point() else sum_in_order
+        return add(self._gather(t))
 
     def all_gather(self, t: Tensor) -> Tensor:
         """The `t` of all ranks, concatenated in the last dimension, rank 0 first."""
@@ -318,10 +349,45 @@ class ProcessGroup:
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
+    def is_on_one_host(self) -> bool:
+        """Whether no two ranks are on different hosts."""
+        number = host_number()
+        return self.minimum(number) == -self.minimum(-number)
+
     def close(self) -> None:
         """Leave the group; collectives that other ranks are running fail."""
         if self.world_size > 1:
             dist.destroy_process_group()
+
+
+def limits_of_waits(timeout: timedelta) -> str:
+    """What ends a rank that waits for others on GPUs: NCCL's watchdog does not see collectives in CUDA graphs."""
+    return (
+        f"NCCL ends the process if a rank waits more than {timeout.total_seconds():.0f} s for the others outside CUDA"
+        " graphs; decodes, which replay graphs, end by the router's --step-timeout"
+    )
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""A number of the running kernel, which the containers of a host have in common."""
+
+
+def host_number() -> int:
+    """A number of at most 62 bits that no other host has; 0 where the system has none."""
+    try:
+        return int(BOOT_ID.read_text().replace("-", ""), 16) >> 66
+    except OSError:
+        return 0
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """The sum of `parts` [N, …] in order, in their dtype; floats are added in float32 or wider, and rounded once."""
+    first, *others = parts.unbind()
+    is_float = parts.is_floating_point()
+    total = first.to(torch.promote_types(parts.dtype, torch.float32)) if is_float else first
+    for part in others:
+        total = total + part
+    return total.to(parts.dtype)
 
 
 @contextmanager

@@ -1,14 +1,17 @@
-"""Available resources of the machine: bytes of memory, cores."""
+"""Bytes of memory of the machine and of this process."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+STATM = Path("/proc/self/statm")
 
 
 def available_memory(*, meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
@@ -16,6 +19,20 @@ def available_memory(*, meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
     available = _meminfo_available(meminfo)
     left = _cgroup_left(cgroup)
     return available if left is None else min(available, left)
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say."""
+    try:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has ever had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def free_cuda_memory(device: torch.device) -> tuple[int, int]:
@@ -49,24 +66,4 @@ def _cgroup_left(cgroup: Path) -> int | None:
             return None
         fields = dict(line.split() for line in stat.splitlines())
         return max(0, int(limit) - usage + int(fields.get(cache_field, 0)))
-    return None
-
-
-def usable_cores(*, cgroup: Path = CGROUP) -> int:
-    """Cores that this process may use, by affinity and by the container's quota, at least 1."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    quota = _cgroup_cores(cgroup)
-    return cores if quota is None else min(cores, max(1, quota))
-
-
-def _cgroup_cores(cgroup: Path) -> int | None:
-    """Whole cores of the quota of cgroup version 2 or 1; None for no quota, written `max` and -1."""
-    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            quota, period = " ".join((cgroup / name).read_text() for name in files).split()
-        except (OSError, ValueError):
-            continue
-        return int(quota) // int(period) if quota.isdecimal() else None
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.batch.step import (
+    Encode,
     FailureKind,
     Filter,
     Forward,
@@ -31,13 +32,16 @@ from millrace_shard.batch.step import (
 )
 from millrace_shard.device.failures import clear_frames, is_lost, is_out_of_memory
 from millrace_shard.device.process_group import CollectiveError
+from millrace_shard.device.pulse import PULSE
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.threads import EngineThreads
 from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
-from millrace_shard.errors import EngineEnded, StepInvalid, WrongEpoch
+from millrace_shard.errors import EngineEnded, ImageInvalid, StepInvalid, WrongEpoch
+from millrace_shard.kernels.kv_store import Directory
 from millrace_shard.model_runner.graph_capture import GraphSettings, empty_cache
 from millrace_shard.model_runner.launched_step import LaunchedStep
+from millrace_shard.vision.encoder import ImageSize
 
 
 class Epoch:
@@ -97,6 +101,8 @@ class Progress:
     """Time since the last answer, the warm-up, or a step that arrived while none was pending; 0 during a warm-up."""
     warmed_up: bool
     """Whether there is a KV cache, which steps need."""
+    pulse: int
+    """Changes with every part of a layer that is computed: within a step, the sign that it goes on."""
 
 
 class Engine:
@@ -170,6 +176,11 @@ class Engine:
         """
         return self.submit(lambda: self._warm_up(request))
 
+    def directory(self) -> Directory | None:
+        """What the KV store holds; None without one. Runs on the engine thread, see `submit`."""
+        store = self.loaded.kv_store
+        return None if store is None or self._warmed_up is None else store.directory()
+
     def step(self, step: Step) -> Future[StepReply]:
         """Run a step. The reply reports failures and refusals; the future never raises."""
         future: Future[StepReply] = Future()
@@ -194,6 +205,24 @@ class Engine:
         if not self._epoch.is_current(epoch):
             raise WrongEpoch(f"epoch {epoch} is not open")
 
+    def put_image(self, epoch: int, size: ImageSize, parts: Iterable[bytes]) -> None:
+        """Put an image of `parts` into its slot after all earlier work, and wait for that.
+
+        Raises ImageInvalid, and WrongEpoch or EngineEnded.
+        """
+        self.check_epoch(epoch)
+        if self.loaded.vision is None:
+            raise ImageInvalid("the model reads no images")
+        self.loaded.vision.check(size)
+        pixels = size.filled(parts)
+
+        def put() -> None:
+            assert self._warmed_up is not None
+            assert self._warmed_up.runner.images is not None
+            self._warmed_up.runner.images.put(size, pixels)
+
+        self.between_steps(epoch, put).result()
+
     def end_epoch(self, epoch: int) -> Future[None]:
         """Drop the sequences of `epoch`, unless another epoch has begun."""
         return self.submit(lambda: self._end_epoch(epoch))
@@ -207,6 +236,7 @@ class Engine:
                 pending_steps=self._pending_steps,
                 idle_ns=0 if self._is_warming_up else since,
                 warmed_up=self._warmed_up is not None,
+                pulse=PULSE.value,
             )
 
     def when_ended(self, call: Callable[[], None]) -> None:
@@ -291,14 +321,20 @@ class Engine:
     def _perform(self, step: Step) -> StepResult | LaunchedStep:
         if self._warmed_up is None:
             raise StepInvalid("no step can run before Warmup")
-        runner = self._warmed_up.runner
+        runner, store = self._warmed_up.runner, self.loaded.kv_store
+        if store is not None:
+            store.generation = step.epoch + step.number
         match step.work:
             case Forward():
                 return runner.launch(step.work, self._hand_over)
+            case Encode():
+                return runner.encode(step.work)
             case Filter(dropped_slots):
                 runner.drop(dropped_slots)
-            case Open():
+            case Open(life):
                 runner.clear()
+                if store is not None:
+                    store.begin(life)
             case Unknown():
                 raise StepInvalid(
                     "the work of the step is unknown to this shard; the router may be newer"
@@ -321,6 +357,10 @@ class Engine:
         else:
             logger.error("step %d failed", step.number, exc_info=error)
         clear_frames(error)
+        is_other_rank = isinstance(error, CollectiveError)
+        if self.loaded.kv_store is not None and kind is FailureKind.FAILED and not is_other_rank:
+            # No later router may use it. A rank that failed drops its own; where one was killed, all keep theirs.
+            self.loaded.kv_store.begin(0)
         if not self._end_if_lost(error) and kind is FailureKind.OUT_OF_MEMORY:
             empty_cache(self._device, self._graphs)
         return StepFailure(kind, str(error) or type(error).__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -15,36 +15,51 @@ from millrace_proto.sampling import Sampling
 from millrace_shard.adapters.arena import PAGE_BYTES
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.device_tables import BatchLimits
-from millrace_shard.batch.sequence import Ids, Sequence
+from millrace_shard.batch.sequence import Ids
+from millrace_shard.batch.sequence import Sequence as BatchSequence
 from millrace_shard.batch.sequence_table import CPU_TILE
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.device.failures import is_out_of_memory
-from millrace_shard.device.resources import available_memory, free_cuda_memory
+from millrace_shard.device.resources import (
+    available_memory,
+    free_cuda_memory,
+    peak_memory,
+    resident_memory,
+)
 from millrace_shard.engine.kv_capacity import (
     Capacity,
     CapacityError,
     KVMemory,
     WarmupRequest,
-    blocks_in,
+    batch_too_large,
+    cache_too_large,
+    contexts_too_long,
     cpu_memory,
     cuda_memory,
-    plan_capacity,
+    longest_in,
+    prefill_too_large,
     spread_prefill,
 )
 from millrace_shard.engine.loaded_model import AdapterMemory, LoadedModel, reserve_adapter_pages
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.build import warn_of_compilations
+from millrace_shard.kernels.kept_results import kept_results
+from millrace_shard.kernels.kv_store import KVStore
+from millrace_shard.kernels.lora.adapter_table import PackedAdapter
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.graph_capture import GraphSettings, empty_cache
 from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 
 
-def run_largest(runner: StepRunner, lengths: list[int], *, decode: bool = False) -> None:
+def run_largest(
+    runner: StepRunner, lengths: list[int], *, decode: bool = False, adapter_slot: int = 0
+) -> None:
     """Run a step over prompts of these lengths that uses every part of sampling, then drop the sequences.
 
-    With `decode` and speculative decoding, a step with all draft tokens follows. Raises any error of the device.
+    They have the adapter in `adapter_slot`. With `decode` and speculative decoding, a step with all draft tokens
+    follows. Raises any error of the device.
     """
-    # Scores of prompts need little memory. They are slow on CPU; on CUDA they are fast, and their memory counts.
+    # Scores of prompts are slow on CPU; on CUDA they are fast, and their memory counts.
     scores = runner.batch.device.type == "cuda"
     size, max_drafts = runner.batch.limits.block_size, runner.batch.limits.max_draft_tokens
     decode = decode and max_drafts > 0
@@ -54,7 +69,11 @@ def run_largest(runner: StepRunner, lengths: list[int], *, decode: bool = False)
     prompts = Forward(
         change=BatchChange(
             admitted=tuple(
-                _sequence(slot, np.zeros(length, dtype=np.int64), prefill_logprobs=scores)
+                replace(
+                    _sequence(slot, np.zeros(length, dtype=np.int64)),
+                    prefill_logprobs=scores,
+                    adapter_slot=adapter_slot,
+                )
                 for slot, length in enumerate(lengths)
             ),
             grown_slots=np.repeat(slots, num_blocks),
@@ -127,20 +146,18 @@ class LongestDecode:
         own_blocks = 2 + slot * self.num_own_blocks + np.arange(self.num_own_blocks)
         blocks = np.concatenate([shared, own_blocks])
         return BatchChange(
-            admitted=(_sequence(slot, ids, num_cached=self.num_cached),),
+            admitted=(replace(_sequence(slot, ids), cached_tokens=self.num_cached),),
             grown_slots=np.full(len(blocks), slot),
             grown_blocks=blocks,
         )
 
 
-def _sequence(
-    slot: int, ids: Ids, *, num_cached: int = 0, prefill_logprobs: bool = False
-) -> Sequence:
-    return Sequence(
+def _sequence(slot: int, ids: Ids) -> BatchSequence:
+    """A sequence in `slot` that uses every part of sampling."""
+    return BatchSequence(
         slot=slot,
         request_id=0,
         input_ids=ids,
-        cached_tokens=num_cached,
         parameters=Sampling(
             temperature=0.9,
             top_k=10,
@@ -153,42 +170,14 @@ def _sequence(
             bias=((0, 1e9),),
         ),
         top_n_tokens=5,
-        prefill_logprobs=prefill_logprobs,
         prefill_top_n_tokens=5,
-    )
-
-
-def cache_too_large(num_tokens: int) -> CapacityError:
-
-    return CapacityError(f"Not enough memory for a KV cache of {num_tokens} tokens")
-
-
-def prefill_too_large(num_tokens: int) -> CapacityError:
-
-    return CapacityError(
-        f"Not enough memory to handle {num_tokens} prefill tokens. "
-        "You need to decrease `--max-batch-prefill-tokens`"
-    )
-
-
-def batch_too_large(num_rows: int) -> CapacityError:
-
-    return CapacityError(
-        f"Not enough memory to choose the tokens of {num_rows} sequences at once. "
-        "You need to decrease `--max-batch-size`"
-    )
-
-
-def contexts_too_long(num_rows: int, max_tokens: int) -> CapacityError:
-
-    return CapacityError(
-        f"Not enough memory to decode {num_rows} sequences of {max_tokens} tokens at once. "
-        "You need to decrease `--max-batch-size` or `--max-total-tokens`"
+        state_page=1 + slot,
     )
 
 
 logger = logging.getLogger(__name__)
 
+ID_BYTES = 8
 PROFILE_LAYERS = 2
 """Layers that run the largest prefill on CPU, where all layers of a large model would take minutes.
 
@@ -225,14 +214,11 @@ def warm_up(
 
     With `profile`, which is the default on CUDA, the largest steps run before memory is measured. Otherwise the largest
     prefill runs on a few layers after the cache is allocated, unless the request has the number of blocks of an
-    earlier group: this size fitted then, and requests are waiting. `graphs` are captured if kernels and model support
-    it, in the profile run too, since their memory counts. Every earlier cache must be gone.
-
-    Raises CapacityError.
+    earlier group, which fitted then. `graphs` are captured if kernels and model support it, in the profile run too.
+    Every earlier cache must be gone, but for one of the same layout in the KV store. Raises CapacityError.
     """
-    shape = loaded.cache_shape()
-    if profile is None:
-        profile = loaded.device.type == "cuda"
+    warn_of_compilations(active=False)
+    profile = loaded.device.type == "cuda" if profile is None else profile
     graphs = _usable(graphs, loaded)
     adapter_pages = reserve_adapter_pages(loaded, request, limits.adapters, graphs)
     is_reserved = loaded.adapters is not None and loaded.adapters.reserves
@@ -240,13 +226,15 @@ def warm_up(
     memory = (
         _memory_after_profile_run(loaded, request, limits, graphs, adapter_bytes)
         if profile
-        else _kv_memory(loaded.device, limits, -adapter_bytes)
+        else _kv_memory(loaded.device, limits, _stored_bytes(loaded) - adapter_bytes)
     )
-    fitting = loaded.group.minimum(blocks_in(memory.for_request(request), shape))
     gc.collect()
     empty_cache(loaded.device, graphs)
-    capacity = plan_capacity(request, shape, fitting_blocks=fitting, is_budget=memory.is_budget)
-    capacity = replace(capacity, adapter_pages=adapter_pages)
+    capacity = replace(
+        loaded.capacity_in(memory.for_request(request), request),
+        adapter_pages=adapter_pages,
+        has_kv_store=loaded.kv_store is not None,
+    )
     with _memory_or(cache_too_large(capacity.max_batch_total_tokens)):
         runner = _new_runner(
             loaded,
@@ -254,13 +242,29 @@ def warm_up(
             max_tokens=capacity.max_total_tokens,
             num_blocks=capacity.num_blocks,
             graphs=graphs,
+            store=loaded.kv_store,
+            windows={shape.window: count for shape, count in capacity.windows},
+            state_pages=capacity.state_pages,
+            feature_rows=capacity.feature_rows,
         )
+    _log_windows(capacity)
     if not profile and request.num_blocks is None:
-        _run_largest_prefill(loaded, request, capacity)
+        _try_largest_prefill(loaded, request, capacity)
+    warn_of_compilations(active=True)
     return WarmedUp(runner, capacity)
 
 
-def _run_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: Capacity) -> None:
+def _log_windows(capacity: Capacity) -> None:
+    for group, count in capacity.windows:
+        text = "%d layers with a window of %d positions have %d blocks, the others %d"
+        logger.info(text, group.num_layers, group.window, count - 1, capacity.num_blocks - 1)
+
+
+def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: Capacity) -> None:
+    """Run the largest prefill on a few layers, unless an earlier start did and what it took is free.
+
+    A collective, because the layers are. Raises CapacityError.
+    """
     lengths = spread_prefill(
         request.max_batch_prefill_tokens,
         max_rows=request.max_batch_size,
@@ -268,15 +272,27 @@ def _run_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: 
         num_blocks=capacity.num_blocks - 1,
         block_size=capacity.block_size,
     )
+    rows, longest = request.max_batch_size, capacity.max_total_tokens
+    results, name = kept_results(), f"prefill {lengths} {rows} {longest} {loaded.identity}"
+    known = results.get(name) if loaded.identity else None
+    cache_bytes = capacity.num_bytes
+    # The operating system has not yet provided the memory of the cache.
+    fits = isinstance(known, int) and known <= available_memory() - cache_bytes
+    if loaded.group.minimum(int(fits)):
+        logger.debug("the largest prefill takes up to %d bytes, as at an earlier start", known)
+        return
+    resident = resident_memory()
     with _memory_or(prefill_too_large(sum(lengths))):
         runner = _new_runner(
             loaded.first_layers(PROFILE_LAYERS),
-            max_batch_size=request.max_batch_size,
-            max_tokens=capacity.max_total_tokens,
+            max_batch_size=rows,
+            max_tokens=longest,
             num_blocks=1 + sum(-(-length // capacity.block_size) for length in lengths),
             graphs=None,
         )
         run_largest(runner, lengths)
+    if loaded.identity:
+        results.put(name, max(0, peak_memory() - resident))
 
 
 def _kv_memory(device: torch.device, limits: MemoryLimits, extra_bytes: int) -> KVMemory:
@@ -293,6 +309,11 @@ def _kv_memory(device: torch.device, limits: MemoryLimits, extra_bytes: int) -> 
     return cpu_memory(available=available, kv_memory=limits.kv_memory)
 
 
+def _stored_bytes(loaded: LoadedModel) -> int:
+    """Memory that an earlier cache has in the store, where the new one takes its place."""
+    return 0 if loaded.kv_store is None else loaded.kv_store.resident_bytes
+
+
 def _usable(graphs: GraphSettings | None, loaded: LoadedModel) -> GraphSettings | None:
     if graphs is None or graphs.capture_failed:
         return None
@@ -300,6 +321,9 @@ def _usable(graphs: GraphSettings | None, loaded: LoadedModel) -> GraphSettings 
         logger.warning("running without CUDA graphs, which plain torch kernels do not support")
         return None
     info = loaded.model.info
+    if loaded.speculation is not None and loaded.speculation.head is not None:
+        logger.warning("running without CUDA graphs, which leave no hidden states for a head")
+        return None
     if not info.capturable:
         logger.warning(
             "running without CUDA graphs, which have not been tested with the class of %s",
@@ -316,47 +340,65 @@ def _memory_after_profile_run(
     graphs: GraphSettings | None,
     adapter_bytes: int,
 ) -> KVMemory:
-    """Memory left for the KV cache by graphs, the largest prefill and the largest decodes, which run here.
-
-    Their memory stays in torch's allocator when the rest is measured. The cache of this run counts as free if torch can
-    release it.
-    """
-    positions = loaded.model.info.max_position_embeddings
-    max_tokens = min(request.max_total_tokens or positions, positions)
+    """Memory left for the KV cache by graphs and the largest steps, which run here; their cache counts as free."""
+    shape, rows = loaded.cache_shape(), request.max_batch_size
+    # Tables take memory for each position of a sequence. Ranks whose steps differ would wait for each other.
+    free = _kv_memory(loaded.device, limits, -adapter_bytes)
+    max_tokens = loaded.group.minimum(longest_in(free, request, shape))
     longest = min(request.max_input_tokens or max_tokens, max_tokens - 1)
-    shape = loaded.cache_shape()
     lengths = spread_prefill(
         request.max_batch_prefill_tokens,
-        max_rows=request.max_batch_size,
+        max_rows=rows,
         longest=longest,
         num_blocks=request.max_batch_prefill_tokens,
         block_size=shape.block_size,
     )
     num_blocks = 1 + sum(-(-length // shape.block_size) for length in lengths)
     longest_decode = LongestDecode(
-        num_rows=request.max_batch_size,
+        num_rows=rows,
         max_tokens=max_tokens,
         block_size=shape.block_size,
         max_drafts=loaded.max_draft_tokens,
     )
     num_blocks = max(num_blocks, longest_decode.num_blocks)
-    with _memory_or(prefill_too_large(sum(lengths))):
+    too_long = contexts_too_long(rows, max_tokens)
+    # The ids of all positions are in a table, and decodes have buffers in proportion.
+    has_long = rows * max_tokens * ID_BYTES > sum(lengths) * shape.bytes_per_token
+    with _memory_or(too_long if has_long else prefill_too_large(sum(lengths))):
         runner = _new_runner(
             loaded,
-            max_batch_size=request.max_batch_size,
+            max_batch_size=rows,
             max_tokens=max_tokens,
             num_blocks=num_blocks,
             graphs=graphs,
         )
         run_largest(runner, lengths)
+        _run_with_adapters(loaded, runner, lengths)
     # Prompts of one token sample as many rows at once as decodes do.
-    with _memory_or(batch_too_large(request.max_batch_size)):
-        run_largest(runner, [1] * request.max_batch_size, decode=True)
-    with _memory_or(contexts_too_long(request.max_batch_size, max_tokens)):
+    with _memory_or(batch_too_large(rows)):
+        run_largest(runner, [1] * rows, decode=True)
+    with _memory_or(too_long):
         longest_decode.run(runner)
     holds_cache = graphs is not None and graphs.holds_cache
     trial_bytes = 0 if holds_cache else num_blocks * shape.block_size * shape.bytes_per_token
+    trial_bytes += (1 + rows + loaded.second_pages(1 + rows, rows)) * loaded.state_page_bytes
     return _kv_memory(loaded.device, limits, trial_bytes - adapter_bytes)
+
+
+def _run_with_adapters(loaded: LoadedModel, runner: StepRunner, lengths: list[int]) -> None:
+    """Run prompts of these lengths, then a short one, with an adapter that changes nothing.
+
+    Kernels of adapters differ for many rows and few, and would else be compiled while streams wait.
+    """
+    table = None if loaded.adapters is None else loaded.adapters.table
+    if table is None or not table.max_adapters:
+        return
+    table.put(1, PackedAdapter(digest="", parts={}, num_pages=0))
+    try:
+        run_largest(runner, lengths, adapter_slot=1)
+        run_largest(runner, [1], adapter_slot=1)
+    finally:
+        table.remove(1)
 
 
 @contextmanager
@@ -370,66 +412,74 @@ def _memory_or(too_large: CapacityError) -> Iterator[None]:
         raise too_large from error
 
 
-def _new_runner(
+def _new_runner(  # noqa: PLR0913
     loaded: LoadedModel,
     *,
     max_batch_size: int,
     max_tokens: int,
     num_blocks: int,
     graphs: GraphSettings | None,
+    store: KVStore | None = None,
+    windows: Mapping[int, int] | None = None,
+    state_pages: int | None = None,
+    feature_rows: int = 0,
 ) -> StepRunner:
-    """A runner with a new cache; graphs get an extra block for padding, behind the blocks of the router."""
-    # Block 0 pads short block tables: it is never written, and read only with a weight of zero.
-    unowned = [0] if graphs is None else [0, num_blocks]
-    cache = _new_cache(loaded, num_blocks=num_blocks - 1 + len(unowned), unowned=unowned)
-    limits = BatchLimits(
-        max_batch_size=max_batch_size,
-        max_tokens=max_tokens,
-        num_blocks=num_blocks,
-        block_size=loaded.kernels.block_size,
-        vocab_size=loaded.model.info.vocab_size,
-        padding_block=0 if graphs is None else num_blocks,
-        max_draft_tokens=loaded.max_draft_tokens,
-        row_tile=CPU_TILE if loaded.device.type == "cpu" else 1,
+    """A runner with a cache, new or in `store`; graphs get an extra block for padding, behind the router's.
+
+    `windows` has the number of blocks for the layers of the model with each window; others share `num_blocks`. Without
+    `state_pages`, each slot has a page of states.
+    """
+    windows = windows or {}
+    sizes = num_blocks, *windows.values()
+    num_pages = 1 + max_batch_size if state_pages is None else state_pages
+    second = loaded.second_pages(num_pages, max_batch_size)
+    cache, states = loaded.new_cache(
+        sizes, [*windows], store, is_padded=graphs is not None, num_pages=num_pages + second
     )
+    limits = _limits(loaded, max_batch_size, max_tokens, sizes, 0 if graphs is None else num_blocks)
+    limits = replace(limits, second_pages=second)
     adapters = None if loaded.adapters is None else loaded.adapters.table
-    batch = Batch(limits, loaded.device, adapters)
-    num_layers = len(loaded.model.geometry.layers)
-    cache, draft_cache = cache[:num_layers], cache[num_layers:]
+    images = loaded.image_encoder(feature_rows)
+    rows = None if images is None else images.features
+    batch = Batch(limits, loaded.device, adapters, states, rows)
     model, captured = loaded.model, None
+    num_layers = len(model.geometry.layers)
+    cache, draft_cache = cache[:num_layers], cache[num_layers:]
     if graphs is not None:
         captured = DecodeGraphs(model, loaded.kernels, cache, batch)
         captured.capture(graphs, loaded.group)
         model = with_pieces(model, loaded.kernels, cache, batch, graphs, loaded.group)
     proposer = None
     if loaded.speculation is not None:
-        proposer = loaded.speculation.proposer(
-            model, loaded.kernels, draft_cache, batch, loaded.dtype
-        )
-    return StepRunner(
-        model,
-        loaded.kernels,
-        cache,
-        batch,
-        captured,
-        DecodingFeatures(grammars=loaded.grammars, proposer=proposer, watermark=loaded.watermark),
+        parts = model, loaded.kernels, draft_cache, batch, loaded.dtype
+        proposer = loaded.speculation.proposer(*parts)
+        proposer.logs = loaded.group.rank == 0
+    features = DecodingFeatures(
+        grammars=loaded.grammars,
+        proposer=proposer,
+        watermark=loaded.watermark,
+        kv_store=store,
+        images=images,
     )
+    return StepRunner(model, loaded.kernels, cache, batch, captured, features, dtype=loaded.dtype)
 
 
-def _new_cache(loaded: LoadedModel, *, num_blocks: int, unowned: list[int]) -> list[LayerCache]:
-    """The cache of each layer, with zeros in the `unowned` blocks."""
-    cache = [
-        loaded.kernels.new_cache(
-            num_blocks=num_blocks,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            dtype=loaded.kv_dtype,
-            device=loaded.device,
-            scales=layer.scales,
-        )
-        for layer in loaded.layers
-    ]
-    reserved = torch.tensor(unowned, dtype=torch.int64, device=loaded.device)
-    for each in cache:
-        loaded.kernels.zero_blocks(each, reserved)
-    return cache
+def _limits(
+    loaded: LoadedModel,
+    max_batch_size: int,
+    max_tokens: int,
+    sizes: tuple[int, ...],
+    padding_block: int,
+) -> BatchLimits:
+    """The limits of a batch with a cache of `sizes` blocks in each group."""
+    return BatchLimits(
+        max_batch_size=max_batch_size,
+        max_tokens=max_tokens,
+        num_blocks=sizes[0],
+        block_size=loaded.kernels.block_size,
+        vocab_size=loaded.model.info.vocab_size,
+        padding_block=padding_block,
+        windows=sizes[1:],
+        max_draft_tokens=loaded.max_draft_tokens,
+        row_tile=CPU_TILE if loaded.device.type == "cpu" else 1,
+    )

@@ -35,6 +35,7 @@ CONTEXT = (70, 270, 300)
 NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HIDDEN = 96
+HEAD_OUTPUTS = 64
 INTER = 816
 """Long enough for sums that are taken in parts."""
 EPS = 1e-5
@@ -56,11 +57,12 @@ def largest_difference(
 ) -> float:
     """The greatest difference of any output of `kernels` from `oracle`; see `distance`."""
     random = functools.partial(Random, dtype, device)
+    attend = _attention if shape.latent_dim is None else _latent_attention
     ours, theirs = (
-        _attention(each, random(), shape) + _row_operators(each, random())
-        for each in (kernels, oracle)
+        attend(each, random(), shape) + _row_operators(each, random()) for each in (kernels, oracle)
     )
-    if type(kernels).attention is not ComposedBlocks.attention:
+    has_halves = type(kernels).attention is not ComposedBlocks.attention
+    if has_halves and shape.latent_dim is None:
         ours += _halves_of_a_layer(kernels, random(), shape)
         theirs += _halves_of_a_layer(oracle, random(), shape)
     if shape.experts and type(kernels).experts is not ComposedBlocks.experts:
@@ -128,16 +130,17 @@ def _tables(contexts: Sequence[int], block_size: int) -> Tensor:
 
 
 class Random:
-    """Random numbers that are the same on every device; each instance starts with the same seed."""
+    """Random numbers, made on the device: a host takes seconds for long contexts. Each instance has the same seed."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator(device).manual_seed(0)
         self.dtype = dtype
         self.device = device
 
     def __call__(self, *shape: int) -> Tensor:
         """The next numbers of a normal distribution."""
-        return torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
+        made = torch.randn(shape, generator=self._generator, device=self.device)
+        return made.to(self.dtype)
 
 
 def _attention(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tensor]:
@@ -167,6 +170,21 @@ def _attention(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tens
     return outputs
 
 
+def _latent_attention(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tensor]:
+    """Attention over latents, and a linear for each head over its results."""
+    assert shape.latent_dim is not None
+    cache = filled_cache(kernels, random, shape, CONTEXT)
+    # As prepared: the key is stored behind the queries.
+    heads = random(sum(QUERIES), shape.num_heads + 1, shape.head_dim)
+    scale = shape.head_dim**-0.5
+    attended = kernels.attend(heads[:, :-1], _batch(kernels, random), cache, scale=scale)
+    sums = attended.view(len(heads), shape.num_heads, shape.latent_dim)
+    weight = random(shape.num_heads, HEAD_OUTPUTS, shape.latent_dim) / shape.latent_dim**0.5
+    results = random(*sums.shape[:2], HEAD_OUTPUTS)
+    kernels.heads_linear(weight)(sums, results)
+    return [attended, results]
+
+
 def _batch(kernels: Kernels, random: Random) -> RaggedBatch:
     return ragged_batch(QUERIES, CONTEXT, block_size=kernels.block_size, device=random.device)
 
@@ -189,6 +207,7 @@ def filled_cache(
         dtype=shape.cache_dtype or random.dtype,
         device=random.device,
         scales=SCALES,
+        latent_dim=shape.latent_dim,
     )
     kernels.zero_blocks(cache, blocks)
     keys, values = (random(sum(contexts), shape.num_kv_heads, shape.head_dim) for _ in range(2))

@@ -1,134 +1,107 @@
-"""Compiles the CPU operators, once per machine and version of torch, into a cache folder, and loads them.
+"""Loads the CPU operators: the library that the wheel has for this CPU and torch, or else one that is compiled, once.
 
-The folder is $MILLRACE_CACHE, or millrace below $XDG_CACHE_HOME or ~/.cache. A lock serialises concurrent builds, and a
-library is published atomically. Its name ends with an identity of the compiler: a process with a compiler uses only
-this compiler's libraries, a process without one any compiler's. Triton's kernels are kept there too.
+A compiled library is kept in $MILLRACE_CACHE, or millrace below $XDG_CACHE_HOME or ~/.cache. A lock serialises
+concurrent builds, and a library is published atomically. Its name ends with an identity of the compiler: a process with
+a compiler uses only this compiler's libraries, a process without one any compiler's. Triton's kernels are kept there.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
-import shlex
 import shutil
-import stat
-import subprocess
+import sys
+import sysconfig
 import tempfile
-import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import torch
 
+from millrace_shard.device.pulse import PULSE
+from millrace_shard.kernels.toolchain import (
+    PACKAGED,
+    SOURCES,
+    Toolchain,
+    TorchPackage,
+    cache_base,
+    compile_library,
+    find_compiler,
+    find_library,
+    library_name,
+)
+from millrace_shard.kernels.toolchain import BuildError as BuildError
+from millrace_shard.kernels.toolchain import check_owners as check_owners
+from millrace_shard.kernels.variants import Variant, cpu_features, fitting_variants
 from millrace_shard.variables import Variables
-
-SOURCE = Path(__file__).parent / "cpu" / "csrc" / "cpu_ops.cpp"
-BUILD_SECONDS = 600
-VERSION_SECONDS = 60
-ERROR_CHARS = 2000
 
 logger = logging.getLogger(__name__)
 
 
-class BuildError(Exception):
-    """The operators are not available on this machine; the message names the reason."""
+def toolchains() -> tuple[Toolchain, ...]:
+    """A toolchain for each variant that this CPU runs, the best first. Raises BuildError for a CPU without any.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Toolchain:
-    """A C++ compiler, and the flags that match the installed torch."""
-
-    compiler: tuple[str, ...] | None
-    """The path of the compiler, and its fixed arguments."""
-    compile_flags: tuple[str, ...]
-    link_flags: tuple[str, ...]
-
-    @classmethod
-    def find(cls) -> Toolchain:
-        """The toolchain with $CXX, or g++ if there is one. Raises BuildError for a CPU without support."""
-        capability = torch.backends.cpu.get_cpu_capability().split("_")[0]
-        if platform.machine() not in ("x86_64", "AMD64") or capability not in ("AVX2", "AVX512"):
-            raise BuildError(f"they need x86 with AVX2, not {platform.machine()} {capability}")
-        root = Path(torch.__file__).parent
-        return cls(
-            compiler=_find_compiler(),
-            compile_flags=(
-                "-std=c++20",
-                "-O2",
-                "-fPIC",
-                "-fopenmp",
-                "-fno-math-errno",
-                "-march=native",
-                # Torch's capability may have been limited below the CPU's.
-                *(("-mno-avx512f",) if capability == "AVX2" else ()),
-                f"-DCPU_CAPABILITY={capability}",
-                f"-DCPU_CAPABILITY_{capability}",
-                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-                "-isystem",
-                str(root / "include"),
-            ),
-            link_flags=(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", _openmp(root / "lib")),
-        )
-
-
-def find_library(source: Path, folder: Path, toolchain: Toolchain) -> Path | None:
-    """The library of `source` and the headers in its folder, if `folder` has it.
-
-    Without a compiler, it is the newest library of any compiler: an image may be built with a compiler and run without
-    one. Raises BuildError if another user could have written it.
+    The compiler is $CXX, or g++ if there is one. A limit of torch's capability limits the variants, too.
     """
-    try:
-        libraries = folder.glob(_file_name(source, toolchain))
-        library = max(libraries, key=lambda file: file.stat().st_mtime, default=None)
-        if library is not None:
-            check_owners(folder, library)
-    except FileNotFoundError:
-        # Another process has removed it, because it does not load.
-        return None
-    except OSError as error:
-        raise BuildError(f"{error}; MILLRACE_CACHE names another folder") from error
-    return library
+    capability = torch.backends.cpu.get_cpu_capability().split("_")[0]
+    variants: tuple[Variant, ...] = ()
+    if platform.machine() in ("x86_64", "AMD64"):
+        variants = fitting_variants(cpu_features(), capability)
+    if not variants:
+        raise BuildError(f"they need x86 with AVX2, not {platform.machine()} {capability}")
+    package = TorchPackage(Path(torch.__file__).parent, torch.__version__)
+    compiler = find_compiler(Variables().cxx)
+    return tuple(Toolchain.of(variant, package, compiler) for variant in variants)
 
 
-def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
-    """The library of `source` and the headers in its folder; it is compiled unless `folder` has it.
-
-    Raises BuildError if the folder cannot be written, if a compiler is missing or fails, and if another user could
-    have written the library.
-    """
-    if (built := find_library(source, folder, toolchain)) is not None:
-        return built
-    if toolchain.compiler is None:
-        raise BuildError("no C++ compiler: install g++, or name one in CXX")
-    library = folder / _file_name(source, toolchain)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        check_owners(folder)
-        with library.with_suffix(".lock").open("w") as lock:
-            _wait_for(lock)
-            if not library.exists():
-                _build(source, library, toolchain)
-        check_owners(library)
-    except OSError as error:
-        raise BuildError(f"{error}; MILLRACE_CACHE names another folder") from error
-    return library
+def packaged_library(toolchain: Toolchain) -> Path | None:
+    """The library that the wheel has for this variant; None where it was built without, or for another torch."""
+    library = PACKAGED / f"{library_name(SOURCES, toolchain)}.so"
+    return library if library.exists() else None
 
 
 @functools.cache
-def load_operators() -> None:
-    """Load the CPU operators into torch.ops.millrace; they are compiled if the cache has none that load.
+def load_operators() -> str:
+    """Load the CPU operators into torch.ops.millrace; they are compiled if neither wheel nor cache has some that load.
 
-    Raises BuildError if they cannot be compiled or loaded.
+    Returns the name of their library, which has the digest of everything that they depend on. Raises BuildError if they
+    cannot be compiled or loaded.
     """
-    toolchain, folder = Toolchain.find(), cache_folder()
-    built = find_library(SOURCE, folder, toolchain)
+    best, *others = toolchains()
+    library = _load_packaged(best)
+    if library is not None:
+        return library
+    try:
+        return _load_compiled(best)
+    except BuildError as error:
+        for other in others:
+            if (library := _load_packaged(other)) is not None:
+                logger.warning("CPU kernels of %s, which are slower here: %s", other.name, error)
+                return library
+        raise
+
+
+def _load_packaged(toolchain: Toolchain) -> str | None:
+    """Load the wheel's library for this variant; None, with a warning, where it does not load."""
+    library = packaged_library(toolchain)
+    if library is None:
+        return None
+    try:
+        _load(library)
+    except BuildError as error:
+        logger.warning("%s", error)
+        return None
+    return library.name
+
+
+def _load_compiled(toolchain: Toolchain) -> str:
+    """Load a library from the cache, where it is compiled if there is none that loads. Raises BuildError."""
+    folder = cache_folder()
+    built = find_library(SOURCES, folder, toolchain)
     if built is not None:
         try:
             _load(built)
@@ -140,8 +113,24 @@ def load_operators() -> None:
             with suppress(OSError):
                 built.unlink()
         else:
-            return
-    _load(compile_library(SOURCE, folder, toolchain))
+            return built.name
+    packaged_for = torches_packaged()
+    mismatch = f"this package has CPU kernels for torch {packaged_for}, not {torch.__version__}"
+    try:
+        if packaged_for and toolchain.compiler:
+            logger.info("%s", mismatch)
+        built = compile_library(SOURCES, folder, toolchain)
+    except BuildError as error:
+        raise BuildError(f"{error}; {mismatch}" if packaged_for else str(error)) from error
+    _load(built)
+    return built.name
+
+
+def torches_packaged() -> str:
+    """The versions of torch, joined, for which the wheel has libraries; empty if it has some for the installed one."""
+    versions = {file.name.split("-torch")[1].split("-")[0] for file in PACKAGED.glob("*.so")}
+    installed = TorchPackage(Path(), torch.__version__).abi
+    return "" if installed in versions else ", ".join(sorted(versions))
 
 
 def _load(library: Path) -> None:
@@ -149,6 +138,7 @@ def _load(library: Path) -> None:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise BuildError(f"{library} does not load: {error}") from error
+    PULSE.follow(torch.ops.millrace.units_taken)
 
 
 def operators_loaded() -> bool:
@@ -164,120 +154,11 @@ def disable_operators() -> None:
 def cache_folder(kind: str = "kernels") -> Path:
     """The folder of libraries, or of another kind of compiled code. Raises BuildError if there is no home directory."""
     variables = Variables()
-    if variables.millrace_cache is not None:
-        return variables.millrace_cache / kind
-    try:
-        base = variables.xdg_cache_home or Path.home() / ".cache"
-    except RuntimeError as error:
-        raise BuildError(f"{error}; MILLRACE_CACHE names a folder to build in") from error
-    return base / "millrace" / kind
-
-
-def check_owners(*paths: Path) -> None:
-    """Raise BuildError for paths that other users can write, since loading a library runs its code."""
-    for path in paths:
-        status = path.stat()
-        if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
-            raise BuildError(
-                f"{path} can be written by other users; MILLRACE_CACHE names another folder"
-            )
-
-
-def _build(source: Path, library: Path, toolchain: Toolchain) -> None:
-    compiler = toolchain.compiler
-    assert compiler is not None
-    logger.info("compiling CPU kernels (once) into %s", library)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as scratch:
-        unit, linked = Path(scratch, "unit.o"), Path(scratch, "library.so")
-        _run((*compiler, *toolchain.compile_flags, "-c", str(source), "-o", str(unit)))
-        _run((*compiler, "-shared", "-o", str(linked), str(unit), *toolchain.link_flags))
-        linked.replace(library)
-    logger.info("CPU kernels compiled in %.0f s", time.monotonic() - started)
-
-
-def _run(command: Sequence[str]) -> None:
-    try:
-        subprocess.run(  # noqa: S603 - the compiler, on our own sources
-            command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS
-        )
-    except subprocess.CalledProcessError as error:
-        raise BuildError(f"{command[0]} failed: {error.stderr[:ERROR_CHARS]}") from error
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{command[0]} took more than {BUILD_SECONDS} s") from error
-
-
-def _file_name(source: Path, toolchain: Toolchain) -> str:
-    """The file name of the library; without a compiler, a pattern that matches every compiler's."""
-    compiler = toolchain.compiler
-    identity = "*" if compiler is None else _identity(compiler)
-    return f"{source.stem}-{_key(source, toolchain)}-{identity}.so"
-
-
-def _identity(compiler: Sequence[str]) -> str:
-    """A digest of the compiler's version and fixed arguments. Raises BuildError."""
-    try:
-        version = subprocess.run(  # noqa: S603 - the compiler
-            (*compiler, "--version"),
-            check=False,
-            capture_output=True,
-            timeout=VERSION_SECONDS,
-            # The output must not depend on the locale.
-            env=os.environ | {"LC_ALL": "C"},
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler[0]} does not run: {error}") from error
-    return hashlib.sha256(repr((compiler[1:], version.stdout)).encode()).hexdigest()[:8]
-
-
-def _key(source: Path, toolchain: Toolchain) -> str:
-    """A digest of everything else on which the library depends: torch, the C library, sources, flags and CPU."""
-    flags = (toolchain.compile_flags, toolchain.link_flags)
-    digest = hashlib.sha256(repr((torch.__version__, platform.libc_ver(), flags, _cpu())).encode())
-    for file in sorted([source, *source.parent.glob("*.h")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _cpu() -> str:
-    """Model and flags of the CPU, on which -march=native depends."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    first = {line.split(":")[0].strip(): line for line in reversed(lines)}
-    return first.get("model name", "") + first.get("flags", "")
-
-
-def _wait_for(lock: IO[str]) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        logger.info("waiting for another process that compiles the CPU kernels")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-
-def _find_compiler() -> tuple[str, ...] | None:
-    """The compiler that CXX names, with its arguments, else g++."""
-    if named := Variables().cxx:
-        try:
-            program, *arguments = shlex.split(named)
-        except ValueError:
-            # CXX has an unclosed quote, or consists of spaces.
-            program, arguments = named, []
-        if path := shutil.which(program):
-            return path, *arguments
-        logger.warning("CXX=%s is not found, g++ is used instead", named)
-    path = shutil.which("g++")
-    return None if path is None else (path,)
-
-
-def _openmp(libraries: Path) -> str:
-    """The OpenMP runtime of the torch package, if any, so that the process has one thread pool."""
-    return next((str(file) for file in sorted(libraries.glob("libgomp*.so*"))), "-lgomp")
+    return cache_base(variables.millrace_cache, variables.xdg_cache_home) / kind
 
 
 VARIABLE = "TRITON_CACHE_DIR"
+DRIVER_LIBRARY = "libcuda.so.1"
 
 
 def use_triton_cache() -> None:
@@ -299,3 +180,42 @@ def use_triton_cache() -> None:
             f"Triton cannot keep compiled kernels: {error}; {changed} names another folder"
         ) from error
     os.environ[VARIABLE] = str(folder)
+
+
+def missing_for_triton() -> str | None:
+    """What Triton cannot compile its launchers without, and this host lacks; None if all is there.
+
+    A cache that has the launchers already needs none of it.
+    """
+    compiler = Variables().cc
+    if compiler is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler: install gcc, or name one by CC"
+    if compiler is not None and shutil.which(compiler) is None:
+        return f"Triton needs a C compiler, and CC names {compiler}, which is not there"
+    scheme = sysconfig.get_default_scheme()
+    # As Triton looks for them: Debian's own scheme lacks the headers.
+    headers = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    if not (Path(headers) / "Python.h").exists():
+        return (
+            f"Triton needs Python's headers, and {headers} has no Python.h: install python3-dev on Debian"
+            " and Ubuntu, python3-devel on Fedora and RHEL"
+        )
+    try:
+        ctypes.CDLL(DRIVER_LIBRARY)
+    except OSError:
+        return f"Triton needs {DRIVER_LIBRARY} of NVIDIA's driver where ldconfig or LD_LIBRARY_PATH finds it"
+    return None
+
+
+def warn_of_compilations(*, active: bool) -> None:
+    """Whether to log a warning for each kernel that Triton compiles; it compiles nothing if it is not imported."""
+    if (triton := sys.modules.get("triton")) is not None:
+        triton.knobs.compilation.listener = _log_compilation if active else None
+
+
+def _log_compilation(*, src: Any, cache_hit: bool, **_: object) -> None:  # noqa: ANN401
+    if not cache_hit:
+        logger.warning(
+            "Triton has compiled %s while the server was serving, and all streams waited: please report it",
+            src.name,
+        )

@@ -28,6 +28,8 @@ class Scoring(Enum):
     """The softmax over only the chosen experts."""
     SIGMOID = "sigmoid"
     """The sigmoid of each logit. Experts are chosen by it and a correction, which is not part of their shares."""
+    SPARSEMIXER = "sparsemixer"
+    """Two experts, one after the other: each share is a softmax over the experts that come near the best one left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +42,29 @@ class RoutingRule:
     renormalise: bool = False
     """Whether shares are divided by their sum."""
     num_groups: int = 1
-    """Groups of neighbouring experts, of which the best are kept; a group counts by the sum of its two best experts."""
+    """Groups of neighbouring experts, of which the best are kept."""
+    group_members: int = 2
+    """A group counts by the sum of as many of its best experts: 2, or 1, which softmax needs."""
     top_groups: int = 1
     """Groups that are kept."""
     scale: float = 1.0
     """A factor of all shares."""
+    jitter: float = 0.0
+    """For sparsemixer: half of the relative distance from the best logit within which others count."""
 
     def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The chosen experts [T, top_k] int64, best first, and their shares [T, top_k] float32.
 
-        `logits` is [T, E] float32, and `correction` [E] float32 is for sigmoids.
+        `logits` is [T, E] float32, and `correction` [E] float32 is for sigmoids and for softmax over all experts.
         """
-        if self.scoring is not Scoring.SIGMOID:
-            chosen = _best(logits, self.top_k)
+        if self.scoring is Scoring.SPARSEMIXER:
+            return _sparsemixer(logits, self.jitter)
+        if self.scoring is Scoring.SOFTMAX and correction is not None:
+            scores = logits.softmax(-1)
+            chosen = _best(self._within_groups(scores + correction), self.top_k)
+            shares = scores.gather(1, chosen)
+        elif self.scoring is not Scoring.SIGMOID:
+            chosen = _best(self._within_groups(logits), self.top_k)
             if self.scoring is Scoring.SOFTMAX:
                 shares = logits.softmax(-1).gather(1, chosen)
             else:
@@ -60,9 +72,7 @@ class RoutingRule:
         else:
             scores = _sigmoid(logits)
             ranked = scores if correction is None else scores + correction
-            if self.num_groups > 1:
-                ranked = self._within_groups(ranked)
-            chosen = _best(ranked, self.top_k)
+            chosen = _best(self._within_groups(ranked), self.top_k)
             shares = scores.gather(1, chosen)
         if self.renormalise:
             total = shares[:, 0]
@@ -73,12 +83,26 @@ class RoutingRule:
 
     def _within_groups(self, ranked: Tensor) -> Tensor:
         """`ranked` [T, E] with minus infinity outside the best groups."""
+        if self.num_groups == 1:
+            return ranked
         groups = ranked.view(len(ranked), self.num_groups, -1)
-        first, second = groups.sort(dim=-1, descending=True).values[..., :2].unbind(-1)
-        top = _best(first + second, self.top_groups)
+        best = groups.sort(dim=-1, descending=True).values[..., : self.group_members]
+        top = _best(best[..., 0] if self.group_members == 1 else best.sum(-1), self.top_groups)
         outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device)
         outside.scatter_(1, top, value=False)
         return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """The best two experts [T, 2] int64 of `logits` [T, E] float32, and their shares [T, 2] (arXiv 2409.12136)."""
+    chosen = _best(logits, 2)
+    left, shares = logits, []
+    for expert in torch.split(chosen, 1, dim=1):
+        best = logits.gather(1, expert)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        shares.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(1, expert))
+        left = left.scatter(1, expert, -torch.inf)
+    return chosen, torch.cat(shares, dim=1)
 
 
 TINY = 1e-20
@@ -105,6 +129,8 @@ class RouterWeights:
     correction: Tensor | None
     """[E] float32, see `RoutingRule.choose`."""
     rule: RoutingRule
+    share_factors: Tensor | None = None
+    """[E] float32: the shares of an expert are multiplied by its factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +138,7 @@ class ExpertWeights:
     """One expert."""
 
     gate_up: LinearWeights
-    """[2 * inter, hidden], gates first."""
+    """[2 * inter, hidden], gates first; [inter, hidden] without gates."""
     down: LinearWeights
     """[hidden, inter]."""
 
@@ -128,6 +154,17 @@ class ExpertsWeights:
     inter: int
     """Intermediate channels of an expert on this rank."""
     dtype: torch.dtype
+    scales_inputs: bool = False
+    """Whether an expert's inputs are multiplied by its share, not its results."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether kernels with an operator for experts compute these, if they know the activation."""
+        router, scoring = self.router, self.router.rule.scoring
+        corrects = router.correction is None or scoring is Scoring.SIGMOID
+        is_known = scoring is not Scoring.SPARSEMIXER and router.share_factors is None
+        has_gate = isinstance(self.activation, ClampedSwiglu) or self.activation.has_gate
+        return corrects and is_known and has_gate and not self.scales_inputs
 
     @property
     def num_experts(self) -> int:

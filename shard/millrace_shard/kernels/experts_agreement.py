@@ -37,6 +37,9 @@ RULES = (
         top_groups=2,
         scale=2.5,
     ),
+    RoutingRule(
+        top_k=4, scoring=Scoring.SOFTMAX, num_groups=3, top_groups=2, group_members=1, scale=2.5
+    ),
 )
 Random = Callable[..., Tensor]
 Formats = tuple[CodeFormat | None, CodeFormat | None]

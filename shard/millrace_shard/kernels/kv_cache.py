@@ -68,8 +68,17 @@ def new_layer_cache(
     dtype: torch.dtype,
     device: torch.device,
     scales: tuple[float, float],
+    latent_dim: int | None = None,
 ) -> LayerCache:
-    """Uninitialised keys and values of `shape`; int8 has scales of `scale_shape`, fp8 the given `scales`."""
+    """Uninitialised keys and values of `shape`; int8 has scales of `scale_shape`, fp8 the given `scales`.
+
+    With `latent_dim`, values are in the keys. Raises ValueError for codes of latents.
+    """
+    if latent_dim is not None:
+        if is_coded(dtype):
+            raise ValueError(f"latents are kept in the dtype of the model, not as codes of {dtype}")
+        keys = torch.empty(*shape, dtype=dtype, device=device)
+        return LayerCache(keys, keys, latent_dim=latent_dim)
     keys, values = (torch.empty(*shape, dtype=dtype, device=device) for _ in range(2))
     if not is_coded(dtype):
         return LayerCache(keys, values)
@@ -82,7 +91,8 @@ def new_layer_cache(
 
 def store_rows(keys: Tensor, values: Tensor, rows: Tensor, cache: LayerCache) -> None:
     """Store `keys` and `values` [T, num_kv_heads, head_dim] at cache rows `rows` [T]."""
-    for index, (new, pages) in enumerate(((keys, cache.keys), (values, cache.values))):
+    stored = ((keys, cache.keys), (values, cache.values))[: 2 if cache.latent_dim is None else 1]
+    for index, (new, pages) in enumerate(stored):
         to = pages.view(-1, *pages.shape[2:])
         if cache.scales is None:
             to[rows] = new
@@ -95,8 +105,14 @@ def store_rows(keys: Tensor, values: Tensor, rows: Tensor, cache: LayerCache) ->
 
 
 def read_blocks(cache: LayerCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of `blocks` [...], each [..., block_size, num_kv_heads, head_dim]; float32 if they are codes."""
-    keys, values = cache.keys[blocks], cache.values[blocks]
+    """Keys and values of `blocks` [...], each [..., block_size, num_kv_heads, head_dim]; float32 if they are codes.
+
+    The last axis of values of latents is `latent_dim`.
+    """
+    keys = cache.keys[blocks]
+    if cache.latent_dim is not None:
+        return keys, keys[..., : cache.latent_dim]
+    values = cache.values[blocks]
     if cache.scales is None:
         return keys, values
     of_keys, of_values = (

@@ -5,15 +5,18 @@ Kernels have an operator for the usual case. The other cases are composed here, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from millrace_shard.device.pulse import PULSE
 from millrace_shard.kernels.base import (
     AttentionBlock,
     Experts,
+    HeadsLinear,
     Kernels,
     Layer,
     LayerCache,
@@ -22,22 +25,29 @@ from millrace_shard.kernels.base import (
     MlpBlock,
     Reduce,
 )
+from millrace_shard.kernels.delta_rule import delta_rule
 from millrace_shard.kernels.elementwise import elementwise
 from millrace_shard.kernels.expert_weights import (
     ExpertsWeights,
     MixtureWeights,
     SharedExpertWeights,
 )
+from millrace_shard.kernels.head_preparation import POSITION_CHANNELS, HeadPreparation
 from millrace_shard.kernels.layer_weights import (
     AttentionWeights,
     HeadNorms,
+    LatentWeights,
     LinearWeights,
     MlpWeights,
     NormWeights,
+    Rotation,
     gate_function,
+    gelu_mul,
 )
 from millrace_shard.kernels.lora.adapted_linear import adapted
 from millrace_shard.kernels.lora.adapter_table import LoraSite
+from millrace_shard.kernels.mamba2 import causal_conv, mamba1, mamba2
+from millrace_shard.kernels.plain_attention import attend_whole
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.scores import SamplingKernels
 
@@ -46,76 +56,18 @@ def normalised(kernels: Kernels, x: Tensor, norm: NormWeights | None) -> Tensor:
     """The norm of `x` [T, hidden]; `x` itself without a norm."""
     if norm is None:
         return x
-    return kernels.rms_norm(x, norm.weight, norm.eps) if norm.is_plain else norm.apply(x)
+    return kernels.norm(x, norm)
 
 
 def added_and_normalised(
     kernels: Kernels, x: Tensor | None, residual: Tensor, norm: NormWeights | None
 ) -> Tensor:
     """`residual += x` in place, if there is an `x`, then its norm; all [T, hidden]."""
-    if x is not None and norm is not None and norm.is_plain:
-        return kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
+    if x is not None and norm is not None:
+        return kernels.add_norm(x, residual, norm)
     if x is not None:
         residual += x
     return normalised(kernels, residual, norm)
-
-
-class HeadPreparation:
-    """Prepares the heads of one layer."""
-
-    def __init__(self, weights: AttentionWeights) -> None:
-        self._num_heads, self._num_kv_heads = weights.num_heads, weights.num_kv_heads
-        self._head_dim = weights.head_dim
-        self._rotation, self._norms = weights.rotation, weights.head_norms
-        self._query_factors = weights.query_factors
-        self._mean_over_ranks = weights.mean_over_ranks
-        self._is_plain = weights.has_plain_heads
-
-    def __call__(
-        self, kernels: Kernels, qkv: Tensor, batch: RaggedBatch, cache: LayerCache
-    ) -> Tensor:
-        """Change `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] in place; store keys and values.
-
-        Returns the queries [T, num_heads, head_dim], possibly as a view into `qkv`.
-        """
-        norms, rotation = self._norms, self._rotation
-        if self._is_plain:
-            assert rotation is not None
-            return kernels.rope_store(
-                qkv,
-                rotation.table,
-                batch,
-                cache,
-                num_heads=self._num_heads,
-                num_kv_heads=self._num_kv_heads,
-                norms=norms,
-            )
-        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
-        sizes = [self._num_heads, self._num_kv_heads, self._num_kv_heads]
-        queries, keys, values = torch.split(heads, sizes, dim=1)
-        if norms is not None and not norms.after_rope:
-            self._normalise(queries, keys, norms)
-        if rotation is not None:
-            rotation.apply(heads[:, : -self._num_kv_heads], batch.positions)
-        if norms is not None and norms.after_rope:
-            self._normalise(queries, keys, norms)
-        if self._query_factors is not None:
-            factors = self._query_factors[batch.positions].view(-1, 1, 1)
-            queries.copy_(queries * factors.to(queries.dtype))
-        kernels.store(keys, values, batch, cache)
-        return queries
-
-    def _normalise(self, queries: Tensor, keys: Tensor, norms: HeadNorms) -> None:
-        for heads, norm in ((queries, norms.query), (keys, norms.key)):
-            heads.copy_(self._over_width(heads, norm) if norms.whole_width else norm.apply(heads))
-
-    def _over_width(self, heads: Tensor, norm: NormWeights) -> Tensor:
-        """The norm of `heads` [T, H, head_dim] over all heads of all ranks."""
-        flat = heads.flatten(1)
-        mean_square = flat.float().square().mean(-1, keepdim=True)
-        if self._mean_over_ranks is not None:
-            mean_square = self._mean_over_ranks(mean_square)
-        return norm.apply(flat, mean_square).view(heads.shape)
 
 
 class ComposedExperts:
@@ -128,23 +80,31 @@ class ComposedExperts:
         router = weights.router
         self._logits = kernels.router(router.weight)
         self._bias, self._correction, self._rule = router.bias, router.correction, router.rule
-        self._activate = gate_function(kernels.silu_mul, weights.activation)
+        self._factors, self._scales_inputs = router.share_factors, weights.scales_inputs
+        self._activate = gate_function(kernels, weights.activation)
         self._experts = [
             (kernels.linear_from(each.gate_up), kernels.linear_from(each.down))
             for each in weights.experts
         ]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        logits = self._logits(x.float())
+    def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """[T, hidden] to [T, hidden]; the router reads `router_input` [T, hidden], if it is not `x`."""
+        logits = self._logits((x if router_input is None else router_input).float())
         if self._bias is not None:
             logits = logits + self._bias
         chosen, shares = self._rule.choose(logits, self._correction)
+        if self._factors is not None:
+            shares = shares * self._factors[chosen]
         results = x.new_zeros(*chosen.shape, x.shape[1])
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, ranks = torch.where(chosen == expert)
             gate_up, down = self._experts[expert]
-            results[rows, ranks] = down(self._activate(gate_up(x[rows])))
+            inputs = x[rows]
+            if self._scales_inputs:
+                inputs = inputs * shares[rows, ranks].unsqueeze(1).to(x.dtype)
+            results[rows, ranks] = down(self._activate(gate_up(inputs)))
+        if self._scales_inputs:
+            shares = torch.ones_like(shares)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for result, share in zip(results.unbind(1), shares.unbind(1), strict=True):
             total = total + result.float() * share.unsqueeze(1)
@@ -174,7 +134,7 @@ class SharedExpert:
     def __init__(self, kernels: Kernels, weights: SharedExpertWeights) -> None:
         self._gate_up = kernels.linear_from(weights.gate_up)
         self._down = kernels.linear_from(weights.down)
-        self._activate = gate_function(kernels.silu_mul, weights.activation)
+        self._activate = gate_function(kernels, weights.activation)
         self._gate = None if weights.gate is None else kernels.linear_from(weights.gate)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -187,10 +147,22 @@ class SharedExpert:
         return y * share
 
 
+class SideBySide:
+    """A linear whose outputs are the outputs of several linears, one after the other."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = linears
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        return torch.cat([linear(x) for linear in self._linears], dim=1)
+
+
 class ComposedBlocks:
     """A base for kernels without operators for halves of a layer; the subclass defines the single operators."""
 
     sampling: SamplingKernels | None = None
+    operators: tuple[str, ...] = ()
 
     def linear_from(self: Kernels, weights: LinearWeights) -> Linear:
         """A linear over a copy of the weight, with its adapters."""
@@ -213,9 +185,48 @@ class ComposedBlocks:
         """The first half of a layer, of single operators."""
         return ComposedAttention(self, weights)
 
+    def latent_attention(self: Kernels, weights: LatentWeights) -> AttentionBlock:
+        """The first half of a layer over latents, of single operators."""
+        return LatentAttention(self, weights)
+
+    def heads_linear(self: Kernels, weight: Tensor) -> HeadsLinear:
+        """A linear for each head, one after the other."""
+        return HeadByHead([self.linear(each.contiguous()) for each in weight])
+
     def mlp(self: Kernels, weights: MlpWeights) -> MlpBlock:
         """The second half of a layer, of single operators."""
         return ComposedMlp(self, weights)
+
+    def zero_layers(self: Kernels, layers: Sequence[LayerCache], blocks: Sequence[Tensor]) -> None:
+        for layer in layers:
+            self.zero_blocks(layer, blocks[layer.group])
+
+    def norm(self: Kernels, x: Tensor, norm: NormWeights) -> Tensor:
+        """By an operator if it is Llama's, else in plain torch."""
+        return self.rms_norm(x, norm.weight, norm.eps) if norm.is_plain else norm.apply(x)
+
+    def add_norm(self: Kernels, x: Tensor, residual: Tensor, norm: NormWeights) -> Tensor:
+        if norm.is_plain:
+            return self.add_rms_norm(x, residual, norm.weight, norm.eps)
+        residual += x
+        return self.norm(residual, norm)
+
+    def prepare_heads(
+        self: Kernels,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        sizes: tuple[int, int],
+    ) -> Tensor | None:
+        """By `rope_store` if both are Llama's or Qwen 3's."""
+        if rotation.interleaved or not (norms is None or norms.is_plain):
+            return None
+        heads, kv_heads = sizes
+        return self.rope_store(
+            qkv, rotation.table, batch, cache, num_heads=heads, num_kv_heads=kv_heads, norms=norms
+        )
 
     def router(self: Kernels, weight: Tensor) -> Linear:
         """A linear in float32 that takes over `weight`."""
@@ -229,19 +240,16 @@ class ComposedBlocks:
         """The second half of a layer with experts."""
         return Mixture(self, weights)
 
+    gelu_mul = staticmethod(gelu_mul)
+    delta_rule = staticmethod(delta_rule)
+    causal_conv = staticmethod(causal_conv)
+    mamba2 = staticmethod(mamba2)
+    mamba1 = staticmethod(mamba1)
+    attend_whole = staticmethod(attend_whole)
+
     def layers(self: Kernels, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
         """Layers that call one half after the other."""
         return ComposedLayers(layers, reduce)
-
-
-def normalise_heads(
-    kernels: Kernels, qkv: Tensor, norms: HeadNorms, *, num_heads: int, num_kv_heads: int
-) -> None:
-    """Normalise the query heads and key heads of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] in place."""
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-    queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-    for each, norm in ((queries, norms.query), (keys, norms.key)):
-        each.copy_(kernels.rms_norm(each, norm.weight, norm.eps))
 
 
 class ComposedAttention:
@@ -257,14 +265,37 @@ class ComposedAttention:
         self._new = partial(torch.zeros, dtype=out.dtype, device=out.device)
         self._hidden_size = out.shape[0]
         self._scale, self._window, self._softcap = weights.scale, weights.window, weights.softcap
-        self._sinks = weights.sinks
+        self._sinks, self._chunks = weights.sinks, weights.chunks
+        self._position_channels = 0 if weights.slopes is None else POSITION_CHANNELS
+        self._gates = (weights.num_heads, 2, weights.head_dim) if weights.has_gate else None
+        """Heads, query and gate, channels."""
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
     ) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""
+        if self._gates is not None:
+            return self._gated(self._gates, x, residual, batch, cache)
         queries = self.queries(x, residual, batch, cache)
         return self.output(self.attend(queries, batch, cache))
+
+    def _gated(
+        self,
+        shape: tuple[int, int, int],
+        x: Tensor | None,
+        residual: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+    ) -> Tensor:
+        normed = added_and_normalised(self._kernels, x, residual, self._norm)
+        qkv, width = self._qkv(normed), math.prod(shape)
+        heads, keys_values = torch.split(qkv, [width, qkv.shape[1] - width], dim=1)
+        queries, gates = (each.flatten(1) for each in heads.view(-1, *shape).unbind(2))
+        plain = torch.cat([queries, keys_values], dim=1)
+        attended = self.attend(self._prepare(self._kernels, plain, batch, cache), batch, cache)
+        is_cpu = gates.device.type == "cpu"
+        shares = elementwise(torch.sigmoid, gates) if is_cpu else gates.sigmoid()
+        return self.output(attended * shares)
 
     def new_residual(self, num_tokens: int) -> Tensor:
         """Zeros [num_tokens, hidden]."""
@@ -282,19 +313,90 @@ class ComposedAttention:
 
     def attend(self, queries: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         """The attention of `queries` over the cache: [T, num_heads * head_dim]."""
-        return self._kernels.attend(
+        attended = self._kernels.attend(
             queries,
-            batch,
+            batch if self._chunks is None else self._chunks(batch),
             cache,
             scale=self._scale,
             window=self._window,
             softcap=self._softcap,
             sinks=self._sinks,
         )
+        if self._position_channels:
+            by_head = attended.view(*queries.shape)[..., : -self._position_channels]
+            attended = by_head.flatten(1)
+        return attended
 
     def output(self, attended: Tensor) -> Tensor:
         """The output projection: [T, hidden]."""
         return self._out(attended)
+
+
+class HeadByHead:
+    """A linear for each head, each with a call."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = linears
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write the results of `x` [T, heads, in] to `out` [T, heads, out]."""
+        for linear, inputs, results in zip(self._linears, x.unbind(1), out.unbind(1), strict=True):
+            results.copy_(linear(inputs))
+
+
+class LatentAttention:
+    """Attention over latents (MLA) as single operators.
+
+    Queries and the key of a token are prepared in one tensor, the key as if it were the last head.
+    """
+
+    def __init__(self, kernels: Kernels, weights: LatentWeights) -> None:
+        self._kernels = kernels
+        self._norm = weights.norm
+        self._first = kernels.linear_from(weights.first)
+        self._queries_norm = weights.queries_norm
+        self._queries = None if weights.queries is None else kernels.linear_from(weights.queries)
+        self._latent_norm = weights.latent_norm
+        self._num_heads, self._latent_dim, self._key_dim = weights.keys.shape
+        self._rope_dim, self._value_dim = weights.rope_dim, weights.values.shape[1]
+        self._keys = kernels.heads_linear(weights.keys)
+        self._values = kernels.heads_linear(weights.values)
+        self._out = kernels.linear_from(weights.out)
+        self._rotation, self._scale = weights.rotation, weights.scale
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
+    ) -> Tensor:
+        """[T, hidden]; `residual` is changed in place."""
+        kernels = self._kernels
+        normed = added_and_normalised(kernels, x, residual, self._norm)
+        queries = self._prepared(normed, batch, cache)
+        sums = kernels.attend(queries, batch, cache, scale=self._scale)
+        attended = sums.new_empty(len(sums), self._num_heads, self._value_dim)
+        self._values(sums.view(len(sums), self._num_heads, -1), attended)
+        return self._out(attended.flatten(1))
+
+    def _prepared(self, normed: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        """The queries [T, num_heads, latent_dim + rope_dim] of `normed` [T, hidden]; stores the latents."""
+        kernels, latent_dim = self._kernels, self._latent_dim
+        first = self._first(normed)
+        shared = latent_dim + self._rope_dim
+        queries, latent, key = torch.split(
+            first, [first.shape[1] - shared, latent_dim, self._rope_dim], dim=1
+        )
+        if self._queries is not None:
+            queries = self._queries(normalised(kernels, queries, self._queries_norm))
+        by_head = queries.view(len(first), self._num_heads, -1)
+        heads = first.new_empty(len(first), self._num_heads + 1, shared)
+        own, to_latent, to_key = heads[:, :-1], heads[:, :, :latent_dim], heads[:, :, latent_dim:]
+        self._keys(by_head[..., : self._key_dim], to_latent[:, :-1])
+        to_latent[:, -1] = normalised(kernels, latent, self._latent_norm)
+        to_key[:, :-1] = by_head[..., self._key_dim :]
+        to_key[:, -1] = key
+        if self._rotation is not None:
+            self._rotation.apply(to_key, batch.positions)
+        kernels.store(heads[:, -1:], heads[:, -1:], batch, cache)
+        return own
 
 
 class ComposedMlp:
@@ -305,12 +407,17 @@ class ComposedMlp:
         self._norm = weights.norm
         self._gate_up = kernels.linear_from(weights.gate_up)
         self._down = kernels.linear_from(weights.down)
-        self._activate = gate_function(kernels.silu_mul, weights.activation)
+        self._activate = gate_function(kernels, weights.activation)
+        self._of_gate, self._of_result = weights.multipliers
 
     def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""
         normed = added_and_normalised(self._kernels, x, residual, self._norm)
-        return self._down(self._activate(self._gate_up(normed)))
+        gate_up = self._gate_up(normed)
+        if self._of_gate != 1:
+            gate_up.chunk(2, dim=1)[0].mul_(self._of_gate)
+        y = self._down(self._activate(gate_up))
+        return y if self._of_result == 1 else y * self._of_result
 
 
 class ResultNorm:
@@ -340,8 +447,11 @@ class ComposedLayers:
         """[T, hidden]; `residual` is changed in place."""
         x: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
-            attended = layer.attention(x, residual, batch, cache)
-            x = layer.after(attended, residual, self._reduce)
+            if layer.attention is not None:
+                x = layer.attention(x, residual, batch.of_group(cache.group), cache)
+                PULSE.advance()
+            x = layer.after(x, residual, self._reduce, batch.layer_inputs)
+            PULSE.advance()
         assert x is not None, "a decoder has layers"
         return x
 

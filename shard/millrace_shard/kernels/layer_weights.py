@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.elementwise import elementwise
 from millrace_shard.kernels.lora.adapter_table import LoraSite
+from millrace_shard.kernels.ragged import ChunkedBatches
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 
@@ -22,6 +24,17 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     """GELU by its tanh approximation."""
+    RELU_SQUARED = "relu_squared"
+    """`relu(up) ** 2`, without gates."""
+    PLAIN_GELU = "plain_gelu"
+    """`gelu(up)`, without gates."""
+    PLAIN_GELU_TANH = "plain_gelu_tanh"
+    """The same by its tanh approximation."""
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether gates are projected, whose function is multiplied by what `up` yields."""
+        return self in {Activation.SILU, Activation.GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +45,28 @@ class ClampedSwiglu:
     limit: float
 
 
+class Gates(Protocol):
+    """The kernels' functions of gates and ups [T, 2 * inter], gates first."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up`."""
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up`."""
+
+
 def gate_function(
-    silu_mul: Callable[[Tensor], Tensor], activation: Activation | ClampedSwiglu
+    kernels: Gates, activation: Activation | ClampedSwiglu
 ) -> Callable[[Tensor], Tensor]:
-    """The function of `gate_up` [T, 2 * inter], gates first; `silu_mul` comes from the kernels."""
+    """The function of `gate_up` [T, 2 * inter], gates first; without gates it is [T, inter]."""
     if isinstance(activation, ClampedSwiglu):
         return partial(clamped_swiglu, activation)
-    return silu_mul if activation is Activation.SILU else gelu_mul
+    if activation is Activation.RELU_SQUARED:
+        return relu_squared
+    if not activation.has_gate:
+        is_tanh = activation is Activation.PLAIN_GELU_TANH
+        return partial(plain_gelu, approximate="tanh" if is_tanh else "none")
+    return kernels.silu_mul if activation is Activation.SILU else kernels.gelu_mul
 
 
 def clamped_swiglu(activation: ClampedSwiglu, gate_up: Tensor) -> Tensor:
@@ -50,6 +78,17 @@ def clamped_swiglu(activation: ClampedSwiglu, gate_up: Tensor) -> Tensor:
     is_cpu = scaled.device.type == "cpu"
     share = elementwise(torch.sigmoid, scaled) if is_cpu else scaled.sigmoid()
     return ((up + 1) * (gate * share)).to(gate_up.dtype)
+
+
+def relu_squared(up: Tensor) -> Tensor:
+    """The square of what is above 0, of `up` [T, inter]."""
+    return F.relu(up).square()
+
+
+def plain_gelu(up: Tensor, *, approximate: str) -> Tensor:
+    """GELU of `up` [T, inter]."""
+    function = partial(F.gelu, approximate=approximate)
+    return elementwise(function, up) if up.device.type == "cpu" else function(up)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
@@ -73,6 +112,8 @@ class NormWeights:
     """Whether 1 is added to the weight."""
     wide: bool = False
     """Whether the weight is multiplied in float32, before the result is rounded; otherwise after."""
+    bias: Tensor | None = None
+    """[n]: added in float32, where the weight is multiplied in float32; None: nothing is added."""
 
     @property
     def is_plain(self) -> bool:
@@ -91,7 +132,8 @@ class NormWeights:
             weight = self.weight + 1 if self.plus_one else self.weight
             return scaled.to(x.dtype) * weight
         weight = self.weight.float()
-        return (scaled * (weight + 1 if self.plus_one else weight)).to(x.dtype)
+        scaled = scaled * (weight + 1 if self.plus_one else weight)
+        return (scaled if self.bias is None else scaled + self.bias.float()).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +146,14 @@ class HeadNorms:
     """Whether one norm covers all heads; then weights are [heads * head_dim]."""
     after_rope: bool = False
     """Whether heads are rotated first."""
+    value: NormWeights | None = None
+    """Of each head of the values; None: they stay as they are."""
 
     @property
     def is_plain(self) -> bool:
         """Whether each head is normalised before it is rotated, as in Qwen 3."""
-        return not (self.whole_width or self.after_rope) and self.query.is_plain
+        is_other = self.whole_width or self.after_rope or self.value is not None
+        return not is_other and self.query.is_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,16 +213,60 @@ class AttentionWeights:
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
     """The mean of a tensor over the ranks, for norms over the whole width; None with one rank."""
     window: int | None = None
+    chunks: ChunkedBatches | None = None
+    """What cuts steps into chunks of positions, each of which sees its own keys only."""
     softcap: float | None = None
+    clip: float | None = None
+    """Queries, keys and values are cut to [-clip, clip] before they are prepared."""
     sinks: Tensor | None = None
     """[num_heads] float32: scores without a value that take part in the softmax of their head."""
+    has_gate: bool = False
+    """Whether `qkv` has a gate after the query of each head; the result of a head is multiplied by its sigmoid."""
+    slopes: Tensor | None = None
+    """[num_heads] float32: what a key's position is multiplied by and added to its scores (ALiBi)."""
+    by_group: bool = False
+    """Whether `qkv` has the queries, the key and the value of each key-value head one after the other."""
+    reads_other: bool = False
+    """Whether `qkv` has queries only, which meet the keys and values of another layer."""
 
     @property
     def has_plain_heads(self) -> bool:
         """Whether `Kernels.rope_store` prepares the heads."""
         is_usual = self.rotation is not None and not self.rotation.interleaved
         norms_are = self.head_norms is None or self.head_norms.is_plain
-        return is_usual and norms_are and self.query_factors is None
+        is_other = self.reads_other or self.by_group or self.slopes is not None
+        return is_usual and norms_are and self.query_factors is None and not is_other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights:
+    """The first half of a layer whose heads make keys and values of one latent (MLA).
+
+    Keys and values are never made: queries are multiplied by `keys` and meet the latents themselves, whose weighted
+    sums are multiplied by `values`. Prompts and single tokens are computed alike.
+    """
+
+    norm: NormWeights | None
+    """[hidden]; None: the half reads the residual as it is."""
+    first: LinearWeights
+    """[queries + latent_dim + rope_dim, hidden]: queries or their latent, then the latent and the key of all heads."""
+    queries_norm: NormWeights | None
+    """[query_dim]; None: `first` makes the queries."""
+    queries: LinearWeights | None
+    """[num_heads * (key_dim + rope_dim), query_dim]; None: `first` makes the queries."""
+    latent_norm: NormWeights
+    """[latent_dim]."""
+    keys: Tensor
+    """[num_heads, latent_dim, key_dim]."""
+    values: Tensor
+    """[num_heads, value_dim, latent_dim]."""
+    out: LinearWeights
+    """[hidden, num_heads * value_dim]."""
+    rope_dim: int
+    scale: float
+    """Scores are queries · keys · scale."""
+    rotation: Rotation | None
+    """None: no position enters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +276,9 @@ class MlpWeights:
     norm: NormWeights | None
     """[hidden]; None: the half reads the residual as it is."""
     gate_up: LinearWeights
-    """[2 * inter, hidden], gates first."""
+    """[2 * inter, hidden], gates first; [inter, hidden] without gates."""
     down: LinearWeights
     """[hidden, inter]."""
     activation: Activation = Activation.SILU
+    multipliers: tuple[float, float] = (1.0, 1.0)
+    """Of gates before their function, and of the result."""

@@ -6,16 +6,18 @@ batch nor on the prefill chunks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.base import Kernels, LayerCache, Linear
 from millrace_shard.kernels.elementwise import elementwise
 from millrace_shard.kernels.kv_cache import new_layer_cache, store_rows
-from millrace_shard.kernels.layer_blocks import ComposedBlocks, normalise_heads
+from millrace_shard.kernels.layer_blocks import ComposedBlocks
 from millrace_shard.kernels.layer_weights import HeadNorms
-from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
+from millrace_shard.kernels.plain_attention import KEY_CHUNK, ScoreRule, attend_fast, attend_fixed
 from millrace_shard.kernels.ragged import RaggedBatch
 
 LINEAR_ROWS = 32
@@ -52,10 +54,21 @@ class FixedShapeLinear:
         return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:num_rows]
 
 
+def normalise_heads(
+    kernels: Kernels, qkv: Tensor, norms: HeadNorms, *, num_heads: int, num_kv_heads: int
+) -> None:
+    """Normalise the query heads and key heads of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] in place."""
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+    for each, norm in ((queries, norms.query), (keys, norms.key)):
+        each.copy_(kernels.rms_norm(each, norm.weight, norm.eps))
+
+
 class PlainKernels(ComposedBlocks):
     """Kernels in plain torch; caches are [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     name = "plain"
+    key_tile = KEY_CHUNK
     capturable = False
 
     def __init__(self, *, deterministic: bool, block_size: int = 16) -> None:
@@ -78,14 +91,21 @@ class PlainKernels(ComposedBlocks):
         dtype: torch.dtype,
         device: torch.device,
         scales: tuple[float, float] = (1.0, 1.0),
+        latent_dim: int | None = None,
     ) -> LayerCache:
         """Uninitialised memory: no position is read before it is stored."""
         shape = (num_blocks, self.block_size, num_kv_heads, head_dim)
-        return new_layer_cache(shape, shape[:-1], dtype=dtype, device=device, scales=scales)
+        form: dict[str, Any] = {"dtype": dtype, "device": device, "scales": scales}
+        return new_layer_cache(shape, shape[:-1], **form, latent_dim=latent_dim)
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero `blocks`, although `attend` masks stale values and does not need it."""
         cache.zero(blocks)
+
+    def zero_rows(self, cache: LayerCache, rows: Tensor, dtype: torch.dtype) -> None:
+        """Store zeros at `rows`."""
+        zeros = cache.keys.new_zeros((), dtype=dtype).expand(len(rows), *cache.keys.shape[2:])
+        store_rows(zeros, zeros, rows, cache)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis in float32, cast back, then scale."""

@@ -56,10 +56,12 @@ class ScoreRule:
         sinks = self.sinks.view(num_kv_heads, -1, 1)
         return sinks.repeat_interleave(rows // sinks.shape[1], dim=1)
 
-    def sees(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Whether each query (second to last axis) sees each key (last axis)."""
+    def sees(
+        self, query_positions: Tensor, key_positions: Tensor, ends: Tensor | None = None
+    ) -> Tensor:
+        """Whether each query (second to last axis) sees each key (last axis), up to its end if there are `ends`."""
         distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
-        seen = distance >= 0
+        seen = distance >= 0 if ends is None else key_positions < ends.unsqueeze(-1)
         return seen if self.window is None else seen & (distance < self.window)
 
     def first_key(self, query_position: int) -> int:
@@ -71,9 +73,20 @@ class ScoreRule:
         return context if self.window is None else min(context, self.window + block_size - 1)
 
 
+def attend_whole(queries: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
+    """Attention of all queries to all keys, [N, H, D] each: [N, H * D]."""
+    attended = F.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        scale=scale,
+    )
+    return attended[0].transpose(0, 1).flatten(1)
+
+
 def attend_fast(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule) -> Tensor:
     """Attend single queries in groups of similar contexts, and every longer run of queries by itself: [T, H * D]."""
-    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    out = _new_outputs(queries, cache)
     singles = [b for b, count in enumerate(batch.num_queries) if count == 1]
     for group in _groups_of_singles(singles, batch.num_context, cache, rule):
         rows = torch.tensor(group, device=queries.device)
@@ -86,7 +99,8 @@ def attend_fast(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: Sc
     for sequence, count in enumerate(batch.num_queries):
         if count > 1:
             run = slice(start, start + count)
-            out[run] = _attend_run(queries[run], batch, cache, rule, sequence=sequence)
+            ends = None if batch.key_ends is None else batch.key_ends[run]
+            out[run] = _attend_run(queries[run], batch, cache, rule, sequence=sequence, ends=ends)
         start += count
     return out.flatten(1)
 
@@ -96,7 +110,7 @@ def attend_fixed(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: S
 
     The place of a query in its tile, and the chunks and their order, depend only on its position.
     """
-    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    out = _new_outputs(queries, cache)
     start = 0
     for sequence, count in enumerate(batch.num_queries):
         context = batch.num_context[sequence]
@@ -106,10 +120,17 @@ def attend_fixed(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: S
             begin, end = max(tile, first), min(tile + QUERY_TILE, context)
             rows = slice(start + begin - first, start + end - first)
             padding = (0, 0, 0, 0, begin - tile, tile + QUERY_TILE - end)
-            attended = _attend_tile(F.pad(queries[rows], padding), tile, chunks, rule)
+            ends = None if batch.key_ends is None else F.pad(batch.key_ends[rows], padding[4:])
+            attended = _attend_tile(F.pad(queries[rows], padding), tile, ends, chunks, rule)
             out[rows] = attended[begin - tile : end - tile]
         start += count
     return out.flatten(1)
+
+
+def _new_outputs(queries: Tensor, cache: LayerCache) -> Tensor:
+    """[T, H, D], or [T, H, latent_dim]."""
+    width = queries.shape[2] if cache.latent_dim is None else cache.latent_dim
+    return queries.new_empty(*queries.shape[:2], width)
 
 
 class _KeyChunks:
@@ -137,7 +158,9 @@ class _KeyChunks:
             yield F.pad(rows, padding).transpose(0, 1).contiguous()
 
 
-def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule) -> Tensor:
+def _attend_tile(
+    queries: Tensor, tile: int, ends: Tensor | None, chunks: _KeyChunks, rule: ScoreRule
+) -> Tensor:
     """Attend `queries` [QUERY_TILE, H, D] at positions from `tile` on; the results of padding rows are undefined."""
     num_heads = queries.shape[1]
     positions = torch.arange(tile, tile + QUERY_TILE, device=queries.device)
@@ -148,11 +171,13 @@ def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule
         top, total = grouped.new_full((*size, 1), -torch.inf), grouped.new_zeros(*size, 1)
     else:
         top, total = rule.sink_rows(*size), grouped.new_ones(*size, 1)
-    out = torch.zeros_like(grouped)
-    for start in range(rule.first_key(tile) // KEY_CHUNK * KEY_CHUNK, tile + 1, KEY_CHUNK):
+    out = grouped.new_zeros(*size, chunks[tile // KEY_CHUNK * KEY_CHUNK][1].shape[2])
+    first = rule.first_key(tile) // KEY_CHUNK * KEY_CHUNK
+    last = tile + 1 if ends is None else int(ends.max())
+    for start in range(first, last, KEY_CHUNK):
         keys, values = chunks[start]
         key_positions = torch.arange(start, start + KEY_CHUNK, device=queries.device)
-        hidden = ~rule.sees(positions, key_positions).repeat(num_heads // num_kv_heads, 1)
+        hidden = ~rule.sees(positions, key_positions, ends).repeat(num_heads // num_kv_heads, 1)
         scores = rule.scores(grouped @ keys.transpose(1, 2)).masked_fill(hidden, -torch.inf)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         # The maximum of a row without a visible key is minus infinity, and is not subtracted.
@@ -205,20 +230,25 @@ def _attend_singles(
     offsets = torch.arange(block_size, device=queries.device)
     positions = (columns.unsqueeze(-1) * block_size + offsets).flatten(1)
     seen = rule.sees(last, positions)
-    shape = (len(rows), -1, num_kv_heads, head_dim)
-    keys, values = read_blocks(cache, blocks)
-    keys = keys.view(shape).permute(0, 2, 3, 1).float()
-    values = values.view(shape).masked_fill(~seen[:, 0, :, None, None], 0)
+    keys, values = (each.flatten(1, 2) for each in read_blocks(cache, blocks))
+    keys = keys.permute(0, 2, 3, 1).float()
+    values = values.masked_fill(~seen[:, 0, :, None, None], 0)
     grouped = queries.view(len(rows), num_kv_heads, -1, head_dim).float()
     scores = rule.scores(grouped @ keys).masked_fill(~seen.unsqueeze(1), -torch.inf)
     attended = rule.softmax(scores) @ values.transpose(1, 2).float()
-    return attended.to(queries.dtype).view(queries.shape)
+    return attended.to(queries.dtype).view(*queries.shape[:2], -1)
 
 
 def _attend_run(
-    queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule, *, sequence: int
+    queries: Tensor,
+    batch: RaggedBatch,
+    cache: LayerCache,
+    rule: ScoreRule,
+    *,
+    sequence: int,
+    ends: Tensor | None,
 ) -> Tensor:
-    """Attend the last queries of one sequence, [n, H, D]."""
+    """Attend the last queries of one sequence, [n, H, D]; `ends` [n] is where the keys of each end."""
     count, context = queries.shape[0], batch.num_context[sequence]
     block_size = cache.keys.shape[1]
     first = rule.first_key(context - count) // block_size * block_size
@@ -227,7 +257,7 @@ def _attend_run(
         each.flatten(0, 1)[: context - first].transpose(0, 1) for each in read_blocks(cache, blocks)
     )
     positions = torch.arange(context - count, context, device=queries.device)
-    seen = rule.sees(positions, torch.arange(first, context, device=queries.device))
+    seen = rule.sees(positions, torch.arange(first, context, device=queries.device), ends)
     if rule.softcap is None and rule.sinks is None:
         attended = F.scaled_dot_product_attention(
             queries.to(keys.dtype).transpose(0, 1)[None],

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+UNIT_INPUTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleUnits:
+    """Numbers of which scales and offsets are multiples by integers of 8 bits, one for every UNIT_INPUTS inputs.
+
+    Kernels store such scales in a byte. GGUF's K-quants have them; float16 holds the numbers.
+    """
+
+    scales: Tensor
+    """float32 [out, units]."""
+    offsets: Tensor
+    """float32 [out, units], which are ignored if offsets are missing."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> ScaleUnits:
+        """With both tensors changed."""
+        return ScaleUnits(change(self.scales), change(self.offsets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +49,8 @@ class QuantizedTensor:
     """Inputs of a group; the last group may have fewer. One scale for each output is one group of all inputs."""
     input_order: Tensor | None = None
     """int64 [in]: column i of the codes belongs to input `input_order[i]`; None: to input i."""
+    units: ScaleUnits | None = None
+    """Of `scales` and `offsets`, if they have any; groups then divide UNIT_INPUTS."""
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
@@ -38,6 +59,7 @@ class QuantizedTensor:
         assert len(self.values) in (16, 256)
         assert self.scales.shape == groups
         assert self.offsets is None or self.offsets.shape == groups
+        assert self.units is None or UNIT_INPUTS % self.group_size == 0
 
     @property
     def shape(self) -> torch.Size:
@@ -51,7 +73,11 @@ class QuantizedTensor:
         """The outputs from `start` to `end`, as views."""
         offsets = None if self.offsets is None else self.offsets[start:end]
         return replace(
-            self, codes=self.codes[start:end], scales=self.scales[start:end], offsets=offsets
+            self,
+            codes=self.codes[start:end],
+            scales=self.scales[start:end],
+            offsets=offsets,
+            units=self.units and self.units.each(lambda units: units[start:end]),
         )
 
     def dequantized(self) -> Tensor:
@@ -140,13 +166,10 @@ def in_common_form(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | 
     The weights stay exactly as they are. Their parts may share no inputs in the same order, or have more than 256
     different values.
     """
-    if not all(_equal(part.input_order, parts[0].input_order) for part in parts):
+    if not have_common_form(parts):
         return None
     same_values = _with_common_values([_ascending(part) for part in parts])
-    if same_values is None:
-        return None
-    sizes = {_group_size(part) for part in parts}
-    size = sizes.pop() if len(sizes) == 1 else math.gcd(*sizes)
+    size = _common_group_size(parts)
     grouped = [_with_groups_of(part, size) for part in same_values]
     if all(part.offsets is None for part in grouped):
         return grouped
@@ -156,15 +179,28 @@ def in_common_form(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | 
     ]
 
 
+def have_common_form(parts: Sequence[QuantizedTensor]) -> bool:
+    """Whether `in_common_form` can convert `parts`; it reads no codes."""
+    same_order = all(_equal(part.input_order, parts[0].input_order) for part in parts)
+    return same_order and _common_values([_ascending_values(part) for part in parts]) is not None
+
+
+def fit_groups(parts: Sequence[QuantizedTensor], step: int) -> bool:
+    """Whether `parts` in a common form have groups as `with_groups_of_multiples` makes them."""
+    size = _common_group_size(parts)
+    return size >= parts[0].shape[1] or size % step == 0 or math.gcd(size, step) == step // 2
+
+
 def with_groups_of_multiples(
     parts: list[QuantizedTensor], step: int
 ) -> list[QuantizedTensor] | None:
     """Parts in one form, with groups of multiples of `step` inputs, of half a `step`, or of all; None: impossible."""
     size, inputs = parts[0].group_size, parts[0].shape[1]
+    if not fit_groups(parts, step):
+        return None
     if size >= inputs or size % step == 0 or size == step // 2:
         return parts
-    smaller = math.gcd(size, step)
-    return [_with_groups_of(part, smaller) for part in parts] if smaller == step // 2 else None
+    return [_with_groups_of(part, step // 2) for part in parts]
 
 
 def _ascending(part: QuantizedTensor) -> QuantizedTensor:
@@ -172,6 +208,10 @@ def _ascending(part: QuantizedTensor) -> QuantizedTensor:
     if not torch.equal(part.values, SIGNED):
         return part
     return replace(part, codes=part.codes ^ SIGN, values=ASCENDING)
+
+
+def _ascending_values(part: QuantizedTensor) -> Tensor:
+    return ASCENDING if torch.equal(part.values, SIGNED) else part.values
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -184,34 +224,44 @@ def _group_size(part: QuantizedTensor) -> int:
     return min(part.group_size, part.shape[1])
 
 
-def _with_common_values(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | None:
-    """The parts with one table, of 16 values if all have the same 16."""
-    first = parts[0].values
-    if all(len(part.values) == len(first) and _are_equal(part.values, first) for part in parts):
-        return list(parts)
-    for table in (part.values for part in parts if len(part.values) == MOST_VALUES):
-        if (converted := _with_values(parts, table)) is not None:
-            return converted
-    values = torch.tensor(sorted({value for part in parts for value in part.values.tolist()}))
-    if len(values) > MOST_VALUES:
-        return None
-    return _with_values(parts, torch.cat((values, values.new_zeros(MOST_VALUES - len(values)))))
+def _common_group_size(parts: Sequence[QuantizedTensor]) -> int:
+    return math.gcd(*{_group_size(part) for part in parts})
 
 
-def _with_values(parts: Sequence[QuantizedTensor], values: Tensor) -> list[QuantizedTensor] | None:
-    """The parts with the table `values`; None if it lacks one of theirs."""
+def _with_common_values(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor]:
+    """The parts, which have a common form, with one table."""
+    values = _common_values([part.values for part in parts])
+    assert values is not None
     converted = []
     for part in parts:
-        matches = _matches(part.values.unsqueeze(1), values)
-        if not bool(matches.any(1).all()):
-            return None
-        codes = matches.int().argmax(1).to(torch.uint8)
+        if _are_equal(part.values, values):
+            converted.append(part)
+            continue
+        codes = _matches(part.values.unsqueeze(1), values).int().argmax(1).to(torch.uint8)
         converted.append(replace(part, codes=codes[part.codes.int()], values=values))
     return converted
 
 
+def _common_values(tables: Sequence[Tensor]) -> Tensor | None:
+    """A table with the values of all `tables`, of 16 if all are the same 16; None if there are too many."""
+    first = tables[0]
+    if all(_are_equal(table, first) for table in tables):
+        return first
+    for wide in tables:
+        if len(wide) == MOST_VALUES and all(_holds(wide, table) for table in tables):
+            return wide
+    values = torch.tensor(sorted({value for table in tables for value in table.tolist()}))
+    if len(values) > MOST_VALUES or bool(values.isnan().any()):
+        return None
+    return torch.cat((values, values.new_zeros(MOST_VALUES - len(values))))
+
+
+def _holds(values: Tensor, others: Tensor) -> bool:
+    return bool(_matches(others.unsqueeze(1), values).any(1).all())
+
+
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return bool(_matches(one, other).all())
+    return len(one) == len(other) and bool(_matches(one, other).all())
 
 
 def _matches(one: Tensor, other: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """Runs one step: forward pass, sampling, CUDA graphs, prompt scores.
 
 Entry point: `runner.StepRunner`.
-May import: structured_output, speculation, models, batch, sampling, kernels, device.
+Imports: arrays, batch, device, errors, kernels, kernels.lora, models, sampling, speculation, structured_output, vision.
 """

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from millrace_shard.device.failures import is_out_of_memory
+from millrace_shard.device.failures import is_out_of_memory, kernel_failures
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.model_runner.graph_capture import (
     Capture,
@@ -42,7 +42,7 @@ class StageOutcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[Graph]):
-    """Work that may become a graph, in three stages. The first and the last may raise RuntimeError."""
+    """Work that may become a graph, in three stages. The first and the last may raise `kernel_failures`."""
 
     warm_up: Callable[[], None]
     """Runs the work outside a capture."""
@@ -129,7 +129,7 @@ def _run(stage: Callable[[], None]) -> _Ending:
         return _Ending(StageOutcome.CAPTURE_FAILED, f"a capture has failed: {error}")
     except CollectiveError:
         raise
-    except RuntimeError as error:
+    except kernel_failures() as error:
         outcome = (
             StageOutcome.OUT_OF_MEMORY if is_out_of_memory(error) else StageOutcome.NOT_CAPTURABLE
         )

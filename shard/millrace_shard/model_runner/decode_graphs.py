@@ -22,7 +22,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import upload_columns, upload_columns_into, upload_into
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_table import AdapterRows
-from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.ragged import RaggedBatch, with_windows
 from millrace_shard.model_runner.adapter_graphs import AdaptedWork, AdapterGraphs
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
 from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
@@ -186,12 +186,16 @@ class DecodeGraphs:
         batch, size = self._batch, inputs.shape[1]
         block_size = batch.limits.block_size
         slots, positions, _, _ = inputs
-        tables = batch.blocks.tables.index_select(0, slots)
-        blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
+        places = []
+        for rows in batch.blocks.rows_of_groups(slots):
+            tables = batch.blocks.tables.index_select(0, rows)
+            blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
+            places.append((blocks * block_size + positions % block_size, tables))
+        (cache_rows, tables), *windows = places
         ragged = RaggedBatch(
             ids=batch.token_table.table[slots, positions].long(),
             positions=positions,
-            cache_rows=blocks * block_size + positions % block_size,
+            cache_rows=cache_rows,
             query_starts=self._starts[: size + 1],
             context_lengths=(positions + 1).to(torch.int32),
             block_tables=tables,
@@ -201,4 +205,4 @@ class DecodeGraphs:
             num_context=(tables.shape[1] * block_size,) * size,
             adapters=adapters,
         )
-        return self._model.forward(ragged, self._cache)
+        return self._model.forward(with_windows(ragged, windows), self._cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,9 +47,10 @@ class Capture(Protocol):
 class CudaCapture:
     """Graphs in one memory pool, recorded on a separate stream and replayed on the stream of the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Record on `stream`, or on a new one."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def warm_up(self, compute: Callable[[], Tensor]) -> None:
         """Run `compute` twice; compilation may wait for the device, so only the second run may not."""
@@ -83,6 +85,19 @@ class CudaCapture:
         return CudaGraph(graph, output)
 
 
+class CudaCaptures:
+    """Makes the captures of a process, which share a stream: cuBLAS keeps 32 MiB for each stream that it runs on."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self) -> CudaCapture:
+        """A capture with its own memory pool."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return CudaCapture(self._stream)
+
+
 class CudaGraph:
     """A graph and its output tensor."""
 
@@ -99,11 +114,34 @@ class CudaGraph:
 def waits_as_errors() -> Iterator[None]:
     """Raise RuntimeError at every operation inside that waits for the device, as far as torch knows them."""
     earlier = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        # The first call in a process warns after it has set the mode, and a program may turn warnings into errors.
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(earlier)
+
+
+MOST_WAIT = 0.25
+"""The wait for a device that has computed while work was launched, as a share of the time of the launches."""
+
+
+def launches_outlast(
+    compute: Callable[[], None],
+    synchronize: Callable[[], None] = torch.cuda.synchronize,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Whether the device has nearly computed everything once the last part of `compute` is launched.
+
+    `compute` is launched twice, since kernels and libraries may compile. Raises any error of it.
+    """
+    compute()
+    synchronize()
+    began = clock()
+    compute()
+    launched = clock()
+    synchronize()
+    return clock() - launched < MOST_WAIT * (launched - began)
 
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
@@ -122,6 +160,10 @@ class GraphSettings:
     sizes: tuple[int, ...] | None
     """None: SIZES up to the largest batch, and this batch."""
     new_capture: Callable[[], Capture]
+    outlast: Callable[[Callable[[], None]], bool] = lambda _: False
+    """Whether the launches of some work take longer than the device computes it; see `launches_outlast`."""
+    large_pieces: tuple[int, ...] | None = None
+    """The numbers of tokens for which they do, once that has been measured: every warm-up captures the same graphs."""
     not_capturable: set[str] = field(default_factory=set)
     """Kinds of graphs whose work has turned out to wait or to be replayed wrongly. No later warm-up captures them."""
     capture_failed: bool = False

@@ -27,6 +27,7 @@ from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.scores import aligned
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.sampling.sampler import TopTokens
+from millrace_shard.vision.encoder import EncodedTiles
 
 
 class PooledRows:
@@ -187,6 +188,7 @@ class LaunchedStep:
         prompts: PromptLogprobs | None = None,
         pooled: PooledRows | None = None,
         unfinished: tuple[Ints, Tensor] | None = None,
+        encoded: EncodedTiles | None = None,
     ) -> None:
         """`unfinished` has the slots with more to compute, and which of them have failed, [U] bool on the device.
 
@@ -200,6 +202,7 @@ class LaunchedStep:
         self._tops = [(top, start_download(top.best)) for top in tops]
         self._prompt_scores = start_download(prompts.scores) if prompts else None
         self._pooled = pooled
+        self._encoded = encoded
         self._unfinished = unfinished and (unfinished[0], start_download(unfinished[1]))
         watch.mark()
 
@@ -233,6 +236,8 @@ class LaunchedStep:
         )
         if self._prompts is not None and self._prompt_scores is not None:
             result = self._prompts.add_to(result, self._prompt_scores)
+        if self._encoded is not None:
+            result = self._encoded.add_to(result)
         return result if self._pooled is None else self._pooled.add_to(result)
 
     def _closed_slots(self) -> tuple[int, ...]:

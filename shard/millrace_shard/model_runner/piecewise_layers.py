@@ -7,7 +7,7 @@ numbers of tokens. A step is padded to the next number, and its attentions are l
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.batch.batch import Batch
+from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
 from millrace_shard.kernels.layer_blocks import ComposedAttention
@@ -26,10 +27,9 @@ from millrace_shard.models.interface import CausalModel
 
 KIND = "CUDA graphs between attentions"
 TOKEN_COUNTS = (512, 256, 128, 64)
-"""The numbers of tokens that are captured, largest first. There are few, since each takes a graph for every layer.
-
-Larger steps are expected to compute for longer than their launches take. Nothing here has been measured.
-"""
+"""The numbers of tokens that are captured, largest first. There are few, since each takes a graph for every layer."""
+LARGE_TOKEN_COUNTS = (2048, 1024)
+"""Those that are captured, too, if the launches of such a step outlast its computation, as with small models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +39,41 @@ class _Buffers:
     residual: Tensor
     """[T, hidden]."""
     columns: Tensor
-    """[2, T] int64, positions and cache rows."""
+    """[1 + groups, T] int64: positions, then cache rows in each group of layers."""
     queries: Tensor
     """[T, num_heads, head_dim] of the next attention."""
     attended: Tensor
     """[T, num_heads * head_dim], the result of the last attention."""
-    padding_row: int
-    """The cache row of padding."""
+    padding_rows: Tensor
+    """[groups, 1] int64, the cache row of padding in each group."""
 
     @classmethod
     def allocate(
-        cls, num_tokens: int, attention: ComposedAttention, cache: LayerCache, padding_row: int
+        cls,
+        num_tokens: int,
+        attention: ComposedAttention,
+        cache: LayerCache,
+        padding_rows: Sequence[int],
     ) -> _Buffers:
         """Buffers for steps of at most `num_tokens`, which are padding at first."""
         residual = attention.new_residual(num_tokens)
-        columns = torch.zeros(2, num_tokens, dtype=torch.int64, device=residual.device)
-        columns[1] = padding_row
-        queries = attention.queries(None, residual, _tokens(columns), cache)
+        padding = torch.tensor(padding_rows, device=residual.device).unsqueeze(1)
+        columns = torch.zeros(
+            1 + len(padding), num_tokens, dtype=torch.int64, device=residual.device
+        )
+        columns[1:] = padding
+        queries = attention.queries(None, residual, _tokens(columns, cache.group), cache)
         attended = queries.new_zeros(num_tokens, queries[0].numel())
-        return cls(residual, columns, queries.new_zeros(queries.shape), attended, padding_row)
+        return cls(residual, columns, queries.new_zeros(queries.shape), attended, padding)
 
     def load(self, residual: Tensor, batch: RaggedBatch, size: int) -> None:
         count = len(residual)
         self.residual[:count] = residual
         self.residual[count:size] = 0
         self.columns[0, :count] = batch.positions
-        self.columns[1, :count] = batch.cache_rows
-        self.columns[1, count:size] = self.padding_row
+        for row, group in enumerate((batch, *batch.windows), 1):
+            self.columns[row, :count] = group.cache_rows
+        self.columns[1:, count:size] = self.padding_rows
 
 
 class PiecewiseLayers:
@@ -83,9 +91,11 @@ class PiecewiseLayers:
         """By number of tokens, ascending."""
         self._buffers: _Buffers
 
-    def allocate(self, num_tokens: int, caches: Sequence[LayerCache], padding_row: int) -> None:
+    def allocate(
+        self, num_tokens: int, caches: Sequence[LayerCache], padding_rows: Sequence[int]
+    ) -> None:
         self._caches = caches
-        self._buffers = _Buffers.allocate(num_tokens, self._attentions[0], caches[0], padding_row)
+        self._buffers = _Buffers.allocate(num_tokens, self._attentions[0], caches[0], padding_rows)
 
     def use(self, pieces: dict[int, list[Captured]]) -> None:
         self._pieces = dict(sorted(pieces.items()))
@@ -100,9 +110,15 @@ class PiecewiseLayers:
             x = self._layers[index - 1].after(x, residual, self._reduce)
             if index == len(attentions):
                 return x
-        tokens = _tokens(buffers.columns[:, :size])
-        queries = attentions[index].queries(x, residual, tokens, self._caches[index])
+        cache = self._caches[index]
+        tokens = _tokens(buffers.columns[:, :size], cache.group)
+        queries = attentions[index].queries(x, residual, tokens, cache)
         return buffers.queries[:size].copy_(queries)
+
+    def run(self, size: int) -> None:
+        """The work on `size` tokens without attention, which takes as many launches for each number of tokens."""
+        for index in range(len(self._layers) + 1):
+            self.piece(index, size)
 
     def candidate(
         self, compare: Callable[[int, list[Captured]], None], capture: Capture, size: int
@@ -126,14 +142,15 @@ class PiecewiseLayers:
         """[T, hidden], valid until the next step; `residual` is changed in place."""
         count, counts = len(residual), tuple(self._pieces)
         index = bisect_left(counts, count)
-        if index == len(counts) or batch.adapters is not None:
+        if index == len(counts) or batch.adapters is not None or batch.rotations is not None:
             return self._eager(residual, batch, caches)
         buffers, size = self._buffers, counts[index]
         buffers.load(residual, batch, size)
         *pieces, last = self._pieces[size]
         for piece, attention, cache in zip(pieces, self._attentions, caches, strict=True):
             piece.replay()
-            buffers.attended[:count] = attention.attend(buffers.queries[:count], batch, cache)
+            group = batch.of_group(cache.group)
+            buffers.attended[:count] = attention.attend(buffers.queries[:count], group, cache)
         x = last.replay()
         residual.copy_(buffers.residual[:count])
         return x[:count]
@@ -165,8 +182,12 @@ def with_pieces(
     if not made or not settings.may_capture(KIND):
         return model
     (layers,) = made
-    padding_row = batch.limits.padding_block * batch.limits.block_size
-    layers.allocate(TOKEN_COUNTS[0], cache, padding_row)
+    padding_rows = [block * batch.limits.block_size for block in batch.limits.padding_blocks]
+    if settings.large_pieces is None:
+        layers.allocate(LARGE_TOKEN_COUNTS[0], cache, padding_rows)
+        settings.large_pieces = tuple(_bound_by_launches(layers, settings, group))
+    counts = (*settings.large_pieces, *TOKEN_COUNTS)
+    layers.allocate(counts[0], cache, padding_rows)
 
     with trial_sequence(model, kernels, cache, batch) as trial:
 
@@ -179,13 +200,28 @@ def with_pieces(
             check_equal(replayed, eager, deterministic=kernels.deterministic)
 
         run = CaptureRun(KIND, settings, group, batch.device)
-        layers.use(run.capture(TOKEN_COUNTS, partial(layers.candidate, compare)))
+        layers.use(run.capture(counts, partial(layers.candidate, compare)))
     return piecewise
 
 
-def _tokens(columns: Tensor) -> RaggedBatch:
-    """Tokens at these positions and cache rows [2, T], for work that needs nothing else of a batch."""
-    positions, cache_rows = columns
+def _bound_by_launches(
+    layers: PiecewiseLayers, settings: GraphSettings, group: ProcessGroup
+) -> Iterator[int]:
+    """The numbers in LARGE_TOKEN_COUNTS for which graphs are worth their memory. A collective."""
+    for size in LARGE_TOKEN_COUNTS:
+        try:
+            is_bound = settings.outlast(partial(layers.run, size))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            is_bound = False
+        if group.minimum(int(is_bound)):
+            yield size
+
+
+def _tokens(columns: Tensor, group: int) -> RaggedBatch:
+    """Tokens at the positions and the group's cache rows in `columns`, for work that needs nothing else of a batch."""
+    positions, cache_rows = columns[0], columns[1 + group]
     nothing = columns.new_empty(0)
     return RaggedBatch(
         ids=nothing,

@@ -14,11 +14,13 @@ from torch import Tensor
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.batch.step_layout import DraftTokens, StepLayout
+from millrace_shard.batch.step import BatchChange, Encode, Forward
+from millrace_shard.batch.step_layout import DraftTokens, MultiTokenRows, StepLayout
 from millrace_shard.batch.step_tokens import StepTokens, expected
 from millrace_shard.device.stopwatch import DeviceProgress, Stopwatch
+from millrace_shard.errors import StepInvalid
 from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.kernels.kv_store import KEY_BYTES, KVStore
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.launched_step import (
     LaunchedStep,
@@ -36,6 +38,7 @@ from millrace_shard.sampling.sampling_rows import SamplingRows
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarConstraints, GrammarManager, StepMasks
+from millrace_shard.vision.encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,10 @@ class DecodingFeatures:
     proposer: Proposer | None = None
     """None: there are no draft tokens."""
     watermark: Watermark | None = None
+    kv_store: KVStore | None = None
+    """The memory of the KV cache, if that outlives the process."""
+    images: ImageEncoder | None = None
+    """None: the model reads no images."""
 
 
 class StepRunner:
@@ -66,9 +73,12 @@ class StepRunner:
         batch: Batch,
         graphs: DecodeGraphs | None = None,
         features: DecodingFeatures | None = None,
+        *,
+        dtype: torch.dtype,
     ) -> None:
-        """`graphs` over the same cache and batch run the plain steps that fit into them."""
+        """`graphs` over the same cache and batch run the plain steps that fit into them; `dtype` is the model's."""
         features = features or DecodingFeatures()
+        self._dtype = dtype
         self._model = model
         self._kernels = kernels
         self._cache = cache
@@ -87,6 +97,12 @@ class StepRunner:
         """Whether steps are timed on the device rather than by the host's clock; see Stopwatch."""
         self._uncleared = no_ints()
         """Blocks to clear before the next forward pass."""
+        self._kv_store = features.kv_store
+        if self._kv_store is not None:
+            batch.states.keep_in(self._kv_store, sum(batch.limits.group_sizes))
+        self.images = features.images
+        self._request_ids: dict[int, int] = {}
+        """The request of the last sequence in each slot."""
         self.batch = batch
 
     def clear(self) -> None:
@@ -95,6 +111,8 @@ class StepRunner:
         self._sampler.clear()
         self._planner.clear()
         self._uncleared = no_ints()
+        if self.images is not None:
+            self.images.clear()
 
     def drop(self, slots: Ints) -> None:
         """Drop the sequences in `slots`. Raises StepInvalid."""
@@ -113,6 +131,8 @@ class StepRunner:
         watch = Stopwatch(self.batch.device, self._progress, by_device=self.times_device)
         if step.change:
             self._change(step.change)
+        if len(step.saves.slots):
+            self.batch.states.save(step.saves)
         if step.change.admitted:
             watch.concat_ns = watch.since_start_ns()
         plan = self._planner.plan(step, on_ready)
@@ -124,11 +144,25 @@ class StepRunner:
             )
         return self._launch(plan, layout, watch, on_ready)
 
+    def encode(self, step: Encode) -> LaunchedStep:
+        """Submit the computation of features. Raises StepInvalid, or any error of the device."""
+        watch = Stopwatch(self.batch.device, self._progress, by_device=self.times_device)
+        if step.change:
+            self._change(step.change)
+        if self.images is None:
+            raise StepInvalid("the model reads no images")
+        encoded = self.images.encode(step.image_slots, step.units, step.layers)
+        watch.mark()
+        return LaunchedStep(
+            watch, multi_token=MultiTokenRows(), invalid_slots=no_ints(), encoded=encoded
+        )
+
     def _launch(
         self, plan: StepPlan, layout: StepLayout, watch: Stopwatch, on_ready: Callable[[], None]
     ) -> LaunchedStep:
         pending = self._step_masks.start(layout, plan.drafts)
-        inputs = upload_inputs(self.batch, layout, self._uncleared, self._graphs)
+        uncleared = self.batch.blocks.by_group(self._uncleared)
+        inputs = upload_inputs(self.batch, layout, uncleared, self._graphs)
         self._uncleared = no_ints()
         self._clear_blocks(inputs.cleared)
         on_ready()
@@ -143,6 +177,8 @@ class StepRunner:
         tokens = None
         if sampled is not None:
             tokens = self._tokens_of(layout, sampled, watch, plan.drafts, constraints)
+        if self._proposer is not None and inputs.ragged is not None:
+            self._proposer.advance(layout, inputs.ragged)
         launched = LaunchedStep(
             watch,
             multi_token=plan.multi_token,
@@ -157,9 +193,13 @@ class StepRunner:
         return launched
 
     def _change(self, change: BatchChange) -> None:
-        blocks = self.batch.apply(change)
+        blocks, rows = self.batch.apply(change)
+        if self._kv_store is not None:
+            self._register(change, blocks, self._kv_store)
         self._step_masks.drop(change.dropped_slots)
         self._sampler.drop(change.dropped_slots)
+        if self.images is not None:
+            self.images.free(change.freed_images)
         for sequence in change.admitted:
             if self.batch.slots.is_valid(sequence.slot):
                 self._admit(sequence)
@@ -167,7 +207,33 @@ class StepRunner:
             self._uncleared = np.concatenate([self._uncleared, blocks])
         else:
             # The draft model may write to them before the forward pass.
-            self._clear_blocks(self.batch.to_device(blocks))
+            by_group = self.batch.blocks.by_group(blocks)
+            self._clear_blocks([self.batch.to_device(each) for each in by_group])
+        if len(rows):
+            by_group = self.batch.blocks.by_group(rows, self.batch.limits.block_size)
+            self._clear_rows([self.batch.to_device(each) for each in by_group])
+
+    def _clear_rows(self, rows: Many[Tensor]) -> None:
+        for layer in self._cache:
+            if layer.keys.numel():
+                self._kernels.zero_rows(layer, rows[layer.group], self._dtype)
+        if self._proposer is not None:
+            self._proposer.clear_rows(rows[0])
+
+    def _register(self, change: BatchChange, blocks: Ints, store: KVStore) -> None:
+        """Let `store` know what `change` says of blocks, of which `blocks` are to be cleared for their sequences."""
+        named = np.concatenate([change.sealed_blocks, change.unsealed_blocks])
+        end = sum(self.batch.limits.group_sizes) + self.batch.states.num_pages
+        if len(named) and (named.min() < 1 or named.max() >= end):
+            raise StepInvalid("a sealed or unsealed block or page is not one of the cache")
+        if [len(key) for key in change.sealed_keys] != [KEY_BYTES] * len(change.sealed_blocks):
+            raise StepInvalid(f"each sealed block has a key of {KEY_BYTES} bytes")
+        store.unseal(change.unsealed_blocks)
+        store.seal(change.sealed_blocks, change.sealed_keys)
+        for sequence in change.admitted:
+            self._request_ids[sequence.slot] = sequence.request_id
+        slots = dict(zip(change.grown_blocks.tolist(), change.grown_slots.tolist(), strict=True))
+        store.hand_out(blocks, [self._request_ids[slots[block]] for block in blocks.tolist()])
 
     def _admit(self, sequence: Sequence) -> None:
         parameters = sequence.parameters
@@ -202,13 +268,13 @@ class StepRunner:
         prompts = prompt_logprobs(*scored) if len(layout.prompt_rows) else None
         return logits, prompts, pooled_rows(*scored) if len(layout.pooled) else None
 
-    def _clear_blocks(self, index: Tensor) -> None:
-        if not len(index):
+    def _clear_blocks(self, index: Many[Tensor]) -> None:
+        """Zero blocks, given for each group."""
+        if not any(map(len, index)):
             return
-        for layer in self._cache:
-            self._kernels.zero_blocks(layer, index)
+        self._kernels.zero_layers(self._cache, index)
         if self._proposer is not None:
-            self._proposer.clear_blocks(index)
+            self._proposer.clear_blocks(index[0])
 
     def _check_unfinished(self, logits: Tensor, layout: StepLayout) -> tuple[Ints, Tensor] | None:
         """Slots with more to compute and whether each has failed: the router may share their blocks from now on."""

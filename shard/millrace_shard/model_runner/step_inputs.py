@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,41 +28,46 @@ class StepInputs:
     adapters: AdapterRows | None = None
     """The rows' adapters, if the graphs have the model's input."""
     rows: SamplingRows
-    cleared: Tensor
+    cleared: Sequence[Tensor]
     """Blocks to clear before the forward pass."""
 
 
 def upload_inputs(
-    batch: Batch, layout: StepLayout, cleared: Ints, graphs: DecodeGraphs | None
+    batch: Batch, layout: StepLayout, cleared: Sequence[Ints], graphs: DecodeGraphs | None
 ) -> StepInputs:
-    """The inputs of the step, for one of `graphs` if it is a plain step that fits; `cleared` are block numbers.
+    """The inputs of the step, for one of `graphs` if it is a plain step that fits; `cleared` are blocks of each group.
 
     Raises StepInvalid, see SequenceAdapters.
     """
     if graphs is not None and layout.is_plain:
         adapters = batch.adapters.rows(layout.slots, None, None)
-        if graphs.fits(len(layout.slots), adapters):
+        has_axes = batch.images.have_axes(layout.slots)
+        if graphs.fits(len(layout.slots), adapters) and not has_axes:
             return _inputs_of_graph(batch, layout, cleared, graphs, adapters)
     if not transfers.is_synchronous(batch.device):
         return _packed_inputs(batch, layout, cleared)
     if layout.is_plain:
         ragged = batch.ragged_decodes(layout.slots, layout.starts)
     else:
-        ragged = batch.ragged(layout.slots, layout.starts, layout.counts, _logit_rows(layout))
-    return StepInputs(ragged=ragged, rows=layout.sampling, cleared=batch.to_device(cleared))
+        rows = layout.slots, layout.starts, layout.counts
+        ragged = batch.ragged(*rows, _logit_rows(layout), layout.num_drafts)
+        ragged = _with_images(batch, layout, ragged)
+    ragged = _with_axes(batch, layout, ragged)
+    index = [batch.to_device(blocks) for blocks in cleared]
+    return StepInputs(ragged=ragged, rows=layout.sampling, cleared=index)
 
 
 def _inputs_of_graph(
     batch: Batch,
     layout: StepLayout,
-    cleared: Ints,
+    cleared: Sequence[Ints],
     graphs: DecodeGraphs,
     adapters: AdapterRows | None,
 ) -> StepInputs:
     rows = layout.sampling
     columns = DecodeColumns(layout.slots, layout.starts, _uniforms(rows))
-    slots, _, positions, drawn, changes, index = graphs.upload(
-        columns, [batch.blocks.take_changes(), cleared]
+    slots, _, positions, drawn, changes, *index = graphs.upload(
+        columns, [batch.blocks.take_changes(), *cleared]
     )
     batch.blocks.change(changes)
     if not transfers.is_synchronous(batch.device):
@@ -69,20 +75,37 @@ def _inputs_of_graph(
     return StepInputs(ragged=None, adapters=adapters, rows=rows, cleared=index)
 
 
-def _packed_inputs(batch: Batch, layout: StepLayout, cleared: Ints) -> StepInputs:
+def _packed_inputs(batch: Batch, layout: StepLayout, cleared: Sequence[Ints]) -> StepInputs:
     rows = layout.sampling
-    ragged, (slots, positions, drawn, index) = batch.ragged_with(
+    ragged, (slots, positions, drawn, *index) = batch.ragged_with(
         layout.slots,
         layout.starts,
         layout.counts,
         _logit_rows(layout),
-        [layout.sampled, rows.positions, _uniforms(rows), cleared],
+        [layout.sampled, rows.positions, _uniforms(rows), *cleared],
     )
+    states = batch.states.rows(layout.slots, layout.starts, layout.counts, layout.num_drafts)
+    ragged = replace(ragged, all_logits=layout.is_plain, states=states)
     return StepInputs(
-        ragged=replace(ragged, all_logits=layout.is_plain),
+        ragged=_with_axes(batch, layout, _with_images(batch, layout, ragged)),
         rows=replace(rows, device=DeviceRows(slots, positions, drawn, batch.parameters)),
         cleared=index,
     )
+
+
+def _with_images(batch: Batch, layout: StepLayout, ragged: RaggedBatch) -> RaggedBatch:
+    """The same with the features of images that chunks, which are the first rows, reach into, and what they see."""
+    chunks = slice(layout.num_chunks)
+    replaced = batch.images.rows(layout.slots[chunks], layout.starts[chunks], layout.counts[chunks])
+    if replaced is not None:
+        ragged = replace(ragged, replaced=replaced)
+    return batch.images.with_ends(ragged, layout.slots, layout.starts, layout.counts)
+
+
+def _with_axes(batch: Batch, layout: StepLayout, ragged: RaggedBatch) -> RaggedBatch:
+    """The same with positions of three axes, if a row has images of any size."""
+    axes = batch.images.axes(layout.slots, layout.starts, layout.counts)
+    return ragged if axes is None else replace(ragged, axes=axes)
 
 
 def _logit_rows(layout: StepLayout) -> Ints:

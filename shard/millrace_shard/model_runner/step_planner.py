@@ -12,7 +12,7 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.step import Forward
 from millrace_shard.batch.step_layout import DraftTokens, MultiTokenRows, StepLayout, StepRows
 from millrace_shard.batch.step_tokens import PendingVerification, StepTokens
-from millrace_shard.speculation.proposer import Proposer
+from millrace_shard.speculation.proposer import AcceptanceCheck, Proposer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,9 @@ class StepPlanner:
         self._batch = batch
         self._proposer = proposer
         self._reads_tokens = proposer is not None and proposer.reads_tokens
+        self._check = None
+        if proposer is not None and proposer.logs:
+            self._check = AcceptanceCheck(proposer.likely_reason)
         self._pending = PendingVerification(batch.limits.max_batch_size)
         self._no_drafts = DraftTokens.none(0, batch.device)
 
@@ -108,6 +111,9 @@ class StepPlanner:
         # A failed row yields no token, and fails again in the next step with its slot.
         counts = np.maximum(tokens.emitted.counts[rows], 1)
         held = self._batch.sequences.verify(slots, admissions, counts)
+        if self._check is not None:
+            drafted = int(tokens.layout.num_samples[rows].sum()) - len(rows)
+            self._check.add(drafted, int(counts.sum()) - len(rows))
         if self._proposer is not None:
             computed = self._batch.sequences.num_computed(slots[held])
             self._proposer.verify(slots[held], computed)

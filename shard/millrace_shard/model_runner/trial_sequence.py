@@ -26,7 +26,7 @@ class TrialSequence:
 
     def __init__(self, batch: Batch) -> None:
         limits = batch.limits
-        room = (limits.num_blocks - 1) * limits.block_size
+        room = (min(limits.group_sizes) - 1) * limits.block_size
         self._num_tokens = min(NUM_TOKENS, limits.max_tokens, room)
 
     def rows(self, size: int) -> tuple[Ints, Ints]:
@@ -45,17 +45,20 @@ class TrialSequence:
     ) -> None:
         num_blocks = -(-self._num_tokens // batch.limits.block_size)
         ids = (np.arange(self._num_tokens, dtype=np.int64) * 7 + 1) % batch.limits.vocab_size
-        blocks = batch.apply(
+        # Descending, so that no block is where a wrong table would look for it.
+        blocks = np.arange(num_blocks, 0, -1, dtype=np.int64)
+        firsts = np.cumsum([0, *batch.limits.group_sizes[:-1]])
+        grown = np.concatenate([blocks + first for first in firsts])
+        uncleared = batch.apply(
             BatchChange(
                 admitted=(BatchSequence(slot=0, request_id=0, input_ids=ids),),
-                grown_slots=np.zeros(num_blocks, dtype=np.int64),
-                # Descending, so that no block is where a wrong table would look for it.
-                grown_blocks=np.arange(num_blocks, 0, -1, dtype=np.int64),
+                grown_slots=np.zeros(len(grown), dtype=np.int64),
+                grown_blocks=grown,
             )
         )
-        index = batch.to_device(blocks)
+        index = [batch.to_device(each) for each in batch.blocks.by_group(uncleared.blocks)]
         for layer in cache:
-            kernels.zero_blocks(layer, index)
+            kernels.zero_blocks(layer, index[layer.group])
         model.forward(self.last(self._num_tokens, batch), cache)
 
 

@@ -9,6 +9,7 @@ object for each kind of layer; earlier ones write `rope_theta`, `rope_scaling` a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -16,11 +17,12 @@ from typing import Any, TypeGuard
 import torch
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.spec import (
+from millrace_shard.models.rope_spec import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    RopeAxes,
     RopeScaling,
     RopeSpec,
     YarnScaling,
@@ -70,6 +72,12 @@ class ConfigReader:
     @property
     def model_type(self) -> str:
         return str(self._fields.get("model_type"))
+
+    def with_fields(self, **fields: object) -> ConfigReader:
+        """The same reader with other values of some fields."""
+        other = copy.copy(self)
+        other._fields = {**self._fields, **fields}
+        return other
 
     def value(self, name: str) -> Any:  # noqa: ANN401
         """The field as it is in the file; None if it is absent or null."""
@@ -126,16 +134,16 @@ class ConfigReader:
         return tuple(value)
 
     def layer_types(
-        self, num_layers: int, allowed: Sequence[str] = ("full_attention", "sliding_attention")
+        self, num_layers: int, known: Sequence[str] = ("full_attention", "sliding_attention")
     ) -> tuple[str, ...] | None:
-        """The field `layer_types`, one of `allowed` for each layer, or None."""
+        """The field `layer_types`, one of `known` for each layer, or None."""
         value = self.value("layer_types")
         if value is None:
             return None
         is_list = isinstance(value, list) and all(isinstance(kind, str) for kind in value)
-        if not is_list or len(value) != num_layers or set(value) - set(allowed):
+        if not is_list or len(value) != num_layers or set(value) - set(known):
             raise UnsupportedModel(
-                f"layer_types={value!r} must name one of {', '.join(allowed)} for each of {num_layers} layers"
+                f"layer_types={value!r} must name one of {', '.join(known)} for each of {num_layers} layers"
             )
         return tuple(value)
 
@@ -177,6 +185,9 @@ _GENERAL = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"
 _LARGEST = 1e9
 """Of the numbers of a scaling; their reciprocals are as small."""
 _ORIGINAL = "original_max_position_embeddings"
+_SECTIONS = "mrope_section"
+OF_AXES = frozenset((_SECTIONS, "mrope_interleaved"))
+"""Parameters of rotary embeddings with several axes."""
 
 
 def read_rope(
@@ -214,6 +225,19 @@ def read_rope(
         scaling=_Scaling(config, fields, rotary_dim, max_positions, extra).read(),
         interleaved=interleaved,
     )
+
+
+def read_axes(
+    config: ConfigReader, rope: RopeSpec, default: Sequence[int], *, alternate: bool
+) -> RopeAxes:
+    """The axes of a rotary embedding whose sections are `default` if the config has none; for RopeAxes."""
+    value = rope_parameters(config).get(_SECTIONS, default)
+    half = rope.rotary_dim // 2
+    is_list = isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_whole, value))
+    # Where axes alternate, channels past a section belong to the first axis.
+    if not is_list or min(value) < 0 or not (alternate or sum(value) == half):
+        raise UnsupportedModel(f"{_SECTIONS}={value!r} must be 3 whole numbers with the sum {half}")
+    return RopeAxes(sections=tuple(value), alternate=alternate)
 
 
 def _theta(fields: dict[str, Any], outside: object) -> float:
@@ -261,9 +285,12 @@ class _Scaling:
         self._rotary_dim = rotary_dim
         self._max_positions = max_positions
         self._left = set(fields) - _GENERAL - extra
+        self._has_axes = _SECTIONS in extra
 
     def read(self) -> RopeScaling | None:
         rope_type = self._fields.get("rope_type") or self._fields.get("type") or "default"
+        if rope_type == "mrope" and self._has_axes:
+            rope_type = "default"
         if rope_type not in _ROPE_TYPES:
             raise UnsupportedModel(
                 f"rope_type {rope_type!r} is not supported; these are: {', '.join(_ROPE_TYPES)}"
@@ -294,9 +321,9 @@ class _Scaling:
         attention_factor = self._optional("attention_factor")
         mscale, all_dim = self._optional("mscale"), self._optional("mscale_all_dim")
         if attention_factor is None:
-            attention_factor = _stretch(factor, 1.0)
+            attention_factor = yarn_stretch(factor, 1.0)
             if mscale and all_dim:
-                attention_factor = _stretch(factor, mscale) / _stretch(factor, all_dim)
+                attention_factor = yarn_stretch(factor, mscale) / yarn_stretch(factor, all_dim)
         truncate = self._take("truncate")
         return YarnScaling(
             factor=factor,
@@ -371,31 +398,32 @@ class _Scaling:
         return self._fields.get(name)
 
 
-def _stretch(factor: float, mscale: float) -> float:
+def yarn_stretch(factor: float, mscale: float) -> float:
+    """The factor of cosines and sines for a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 _SHARED = ("dtype", "eos_token_id", "quantization_config", "torch_dtype")
 """Fields that only the outer object may have."""
-_BIDIRECTIONAL = ("paligemma",)
-"""Classes whose text models are bidirectional within a prompt."""
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object of a config.json, or its `text_config` if it has one; encoders of images and sound are ignored.
-
-    Raises UnsupportedModel for a class that changes the attention of its text model.
-    """
+    """The object of a config.json, or its `text_config` if it has one, with what the outer object says of it."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return raw
-    if raw.get("model_type") in _BIDIRECTIONAL:
-        raise UnsupportedModel(
-            f"model_type={raw['model_type']!r} is not supported: its tokens attend to later ones of a prompt"
-        )
     outer = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
     # The outer class has the head, and whether it is the embedding.
     own = {name: raw[name] for name in ("tie_word_embeddings",) if raw.get(name) is not None}
+    if raw.get("model_type") == "paligemma":
+        # `VisionSpec.mask` says what its tokens see.
+        own["use_bidirectional_attention"] = False
+    if raw.get("model_type") == "paligemma" and text.get("model_type") == "gemma2":
+        # A prompt sees all of itself, also what is behind the window, which attention here does not.
+        lengths = {"max_position_embeddings": 8192, "sliding_window": 4096}
+        values = [text.get(name) or default for name, default in lengths.items()]
+        if all(isinstance(value, int) for value in values):
+            own["max_position_embeddings"] = min(values)
     return {**outer, **text, **own, "architectures": None}
 
 

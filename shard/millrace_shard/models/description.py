@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import Activation
 from millrace_shard.models import split
 from millrace_shard.models.config import (
     LARGEST_COUNT,
@@ -20,15 +23,17 @@ from millrace_shard.models.config import (
     kv_cache_scheme,
     text_part,
 )
-from millrace_shard.models.families.registry import FAMILIES
+from millrace_shard.models.families.family import Family
+from millrace_shard.models.families.registry import FAMILIES, SAME_TYPES, nearest_family
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.rope import (
     RopeOverride,
-    longest_position,
+    longest_sequence,
     override_config,
     override_spec,
 )
-from millrace_shard.models.spec import DecoderSpec
+from millrace_shard.models.spec import AttentionSpec, DecoderSpec, ExpertsSpec
+from millrace_shard.weights.checkpoint_files import TOKENIZER, file_state
 from millrace_shard.weights.json_object import read_json_object
 
 if TYPE_CHECKING:
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
 
 SENTENCE_TRANSFORMERS = "modules.json"
 """The list of a model's parts in the format of sentence-transformers."""
+END_TOKENS = ("eos_token", "eot_token")
+"""Names of end tokens in the files of a tokenizer: of a text, and of a turn."""
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -47,7 +54,7 @@ class ModelDescription:
     dtype: torch.dtype | None
     """Dtype of the weights; None if the config names none of float16, bfloat16 and float32."""
     eos_token_ids: tuple[int, ...]
-    """The ids in generation_config.json, else in the config."""
+    """All that generation_config.json, the config and the tokenizer name, in this order."""
     spec: DecoderSpec | None = None
     config: PretrainedConfig | None = None
     kv_cache_scheme: object = None
@@ -55,7 +62,7 @@ class ModelDescription:
 
     @classmethod
     def read(cls, folder: Path) -> ModelDescription:
-        """Read config.json and generation_config.json; no code from the folder runs.
+        """Read config.json, generation_config.json and the tokenizer's end tokens; no code from the folder runs.
 
         Raises UnsupportedModel for models that are not supported, and ModelError for a missing or invalid config.
         """
@@ -63,16 +70,16 @@ class ModelDescription:
         if raw is None:
             raise ModelError(f"no config.json in {folder}")
         text = text_part(raw)
-        family = FAMILIES.get(str(text.get("model_type")))
+        family = family_of(text)
         config: Any = read_any_config(folder) if family is None else None
-        generation = read_json_object(folder / "generation_config.json") or {}
-        eos = generation.get("eos_token_id")
-        if eos is None:
-            eos = config.eos_token_id if family is None else family.eos_token_id(text)
+        ends = _end_ids(folder, raw, text)
+        if not ends and "eos_token_id" not in text:
+            # What the class in transformers assumes, where no file names a token.
+            ends = _ids(config.eos_token_id if family is None else family.eos_token_id(text))
         return cls(
             model_type=str((raw if family is None else text)["model_type"]),
             dtype=_dtype(text) if config is None else config.dtype,
-            eos_token_ids=_ids(eos),
+            eos_token_ids=ends,
             spec=None
             if family is None
             else replace(family.read(text), may_lack_head=_is_embedding(folder, text)),
@@ -83,6 +90,10 @@ class ModelDescription:
     def cache_dtype(self) -> torch.dtype | None:
         """The dtype of the KV cache that the checkpoint requests, if any. Raises UnsupportedModel for other schemes."""
         return cache_dtype_of(self.kv_cache_scheme)
+
+    def num_parameters(self) -> int | None:
+        """Parameters of all matrices, whatever their codes; None for a class of `transformers`."""
+        return None if self.spec is None else _num_parameters(self.spec)
 
     def with_rope(self, override: RopeOverride | None) -> ModelDescription:
         """The same model, with another scaling of its rotary embeddings if there is one. Raises UnsupportedModel."""
@@ -97,7 +108,7 @@ class ModelDescription:
     def info(self) -> ModelInfo:
         """The facts about the model that the router needs."""
         if self.spec is not None:
-            windows = {layer.attention.window for layer in self.spec.layers}
+            windows = {each.window for each in self.spec.attentions}
             return ModelInfo(
                 model_type=self.model_type,
                 vocab_size=self.spec.vocab_size,
@@ -105,6 +116,7 @@ class ModelDescription:
                 max_position_embeddings=_longest_sequence(self.spec),
                 eos_token_ids=self.eos_token_ids,
                 window_size=windows.pop() if len(windows) == 1 else None,
+                capturable=not (self.spec.is_recurrent or self.spec.reads_hosts),
             )
         from millrace_shard.models.transformers_backend.rotary import longest_sequence  # noqa: PLC0415
 
@@ -118,6 +130,12 @@ class ModelDescription:
             window_size=None,
         )
 
+    def layer_shapes(self, world_size: int) -> tuple[LayerShape, ...]:
+        """The shapes of a rank's layers, one for each size of heads. Raises as `check_split`."""
+        if self.spec is not None:
+            return split.layer_shapes(self.spec, world_size)
+        return (self.layer_shape(world_size),)
+
     def layer_shape(self, world_size: int) -> LayerShape:
         """The shape of a rank's layers. Raises as `check_split`."""
         if self.spec is not None:
@@ -129,6 +147,44 @@ class ModelDescription:
 
         assert self.config is not None
         return layer_shape(self.config, world_size)
+
+
+def family_of(text: Mapping[str, Any]) -> Family | None:
+    """The family that computes the text model of this object of a config.json; None if no one of ours does."""
+    model_type = str(text.get("model_type"))
+    return FAMILIES.get(model_type) or SAME_TYPES.get(model_type)
+
+
+def _num_parameters(spec: DecoderSpec) -> int:
+    total = spec.vocab_size * (1 if spec.tied_head else 2)
+    for layer in spec.layers:
+        heads, forward = layer.attention, layer.feed_forward
+        if layer.recurrent is not None:
+            total += sum(layer.recurrent.outputs.values()) + layer.recurrent.inner
+        if layer.attends and heads.latent is None:
+            total += 2 * (heads.num_heads + heads.num_kv_heads) * heads.head_dim
+        if not layer.has_feed_forward:
+            continue
+        first, *shared = forward.widths
+        act = forward.activation
+        linears = 2 if isinstance(act, Activation) and not act.has_gate else 3
+        if isinstance(forward, ExpertsSpec):
+            total += forward.router.num_experts * (1 + linears * first) + linears * sum(shared)
+        else:
+            total += linears * first
+    # Linears of latents do not all have the hidden size on a side.
+    latents = (_latent_parameters(each, spec.hidden_size) for each in spec.attentions)
+    return total * spec.hidden_size + sum(latents)
+
+
+def _latent_parameters(heads: AttentionSpec, hidden: int) -> int:
+    latent = heads.latent
+    if latent is None:
+        return 0
+    queries, made = heads.num_heads * latent.head_width, latent.query_dim
+    of_queries = hidden * queries if made is None else (hidden + queries) * made
+    of_heads = heads.num_heads * (latent.key_dim + latent.value_dim) * latent.dim
+    return of_queries + of_heads + hidden * (heads.head_dim + heads.out_width)
 
 
 def read_any_config(folder: Path) -> PretrainedConfig:
@@ -147,7 +203,7 @@ def read_any_config(folder: Path) -> PretrainedConfig:
 
         raise UnsupportedModel(
             f"model_type={model_type!r} in {folder / 'config.json'} is not known; these are served:"
-            f" {', '.join((*FAMILIES, *SUPPORTED))}"
+            f" {', '.join((*FAMILIES, *SUPPORTED))}; the nearest is {nearest_family(text_part(raw))}"
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -169,8 +225,7 @@ def read_any_config(folder: Path) -> PretrainedConfig:
 
 def _longest_sequence(spec: DecoderSpec) -> int:
     """The positions that all rotations of a decoder support. Raises UnsupportedModel for more than are counted."""
-    ropes = {layer.attention.rope for layer in spec.layers} - {None}
-    longest = max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
+    longest = longest_sequence(spec)
     most = LARGEST_COUNTS["max_position_embeddings"]
     if longest > most:
         raise UnsupportedModel(
@@ -188,6 +243,56 @@ def _is_embedding(folder: Path, text: Mapping[str, Any]) -> bool:
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     name = raw.get("dtype") or raw.get("torch_dtype")
     return _DTYPES.get(name) if isinstance(name, str) else None
+
+
+def _end_ids(folder: Path, raw: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a sequence by any file of `folder`, each once; the config is `raw`, its text model's `text`."""
+    generation = read_json_object(folder / "generation_config.json") or {}
+    named = [_ids(holder.get("eos_token_id")) for holder in (generation, text, raw)]
+    size = text.get("vocab_size")
+    most = size if isinstance(size, int) else LARGEST_COUNT
+    return tuple(
+        dict.fromkeys(chain(*named, (id_ for id_ in _tokenizer_ends(folder) if id_ < most)))
+    )
+
+
+def _tokenizer_ends(folder: Path) -> tuple[int, ...]:
+    """The ids of the tokens that end a text or a turn by the tokenizer's files, as far as they are there."""
+    config = read_json_object(folder / "tokenizer_config.json") or {}
+    older = read_json_object(folder / "special_tokens_map.json") or {}
+    names = [config.get(name) or older.get(name) for name in END_TOKENS]
+    texts = [name.get("content") if isinstance(name, dict) else name for name in names]
+    ends = tuple(text for text in texts if isinstance(text, str))
+    path = folder / TOKENIZER
+    return _ids_in(path, file_state(path), ends) if ends and path.is_file() else ()
+
+
+@lru_cache(maxsize=4)
+def _ids_in(path: Path, state: str, texts: tuple[str, ...]) -> tuple[int, ...]:  # noqa: ARG001
+    """The ids of tokens in a tokenizer.json of this state.
+
+    A start describes the model eight times, and a large tokenizer takes half a second to read.
+    """
+    ids = _token_ids(read_json_object(path) or {})
+    known = (ids.get(text) for text in texts)
+    return tuple(id_ for id_ in known if type(id_) is int and id_ >= 0)
+
+
+def _token_ids(tokenizer: Mapping[str, Any]) -> dict[object, object]:
+    """The ids of the tokens of a tokenizer.json by text, unchecked; empty for another structure."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[object, object] = {}
+    if isinstance(vocab, dict):
+        ids.update(vocab)
+    elif isinstance(vocab, list):
+        # Unigram models have pairs of a piece and its score.
+        pairs = ((id_, pair) for id_, pair in enumerate(vocab) if isinstance(pair, list) and pair)
+        ids.update((str(pair[0]), id_) for id_, pair in pairs)
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict):
+            ids[str(token.get("content"))] = token.get("id")
+    return ids
 
 
 def _ids(eos: object) -> tuple[int, ...]:

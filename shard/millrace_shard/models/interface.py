@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from millrace_shard.kernels.base import Layer, LayerCache, Layers, Reduce
+from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
 from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.states import StateLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,39 @@ class KVLayer:
     head_dim: int
     scales: tuple[float, float] = (1.0, 1.0)
     """The checkpoint's scales of keys and values, for a cache in fp8."""
+    window: int | None = None
+    """Positions that a query sees, its own included; None: all."""
+    latent_dim: int | None = field(default=None, kw_only=True)
+    """The first channels of keys that are the values too; None: values are stored apart."""
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of `head_dim` channels: keys, and values where they are stored apart."""
+        return 1 if self.latent_dim else 2
+
+    def new_cache(
+        self, kernels: Kernels, num_blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """The layer's cache of these kernels; its memory is uninitialised."""
+        return kernels.new_cache(
+            num_blocks=num_blocks,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            device=device,
+            scales=self.scales,
+            latent_dim=self.latent_dim,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape of this rank's KV cache."""
+    """Shape of this rank's KV cache and states."""
 
     layers: tuple[KVLayer, ...]
+    """A recurrent layer has no heads here."""
+    states: tuple[StateLayer, ...] = ()
+    """The recurrent layers, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from millrace_shard.kernels.expert_weights import (
     RouterWeights,
     SharedExpertWeights,
 )
-from millrace_shard.kernels.layer_weights import LinearWeights, NormWeights
+from millrace_shard.kernels.layer_weights import Activation, LinearWeights, NormWeights
 from millrace_shard.kernels.lora.adapter_table import AdapterTable, LoraPart, LoraSite
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -78,6 +78,11 @@ class LinearLoader:
             whole if self._group.rank == 0 else None,
             self._row_site(name, inputs, outputs),
         )
+
+    def dense(self, name: str, heads: int, outputs: int, inputs: int) -> Tensor:
+        """The rank's heads of a weight as numbers of the model's dtype, [heads, outputs, inputs]."""
+        part = Columns(f"{name}.weight", heads, outputs)
+        return self._weights.dense(part, inputs).view(-1, outputs, inputs)
 
     def own_heads(self, name: str, heads: int, head_dim: int) -> Tensor:
         """The rank's heads of a tensor [heads, head_dim] or [heads * head_dim], in the shape of the file."""
@@ -158,7 +163,7 @@ class ExpertsLoader:
         """The experts of the layer with this prefix, by the first of `names` that the file has a router for."""
         has_router = (each for each in names if f"{prefix}{each.router}.weight" in self._weights)
         expert_names = next(has_router, names[0])
-        router = self._router(prefix + expert_names.router, spec.router)
+        router = self._router(prefix, expert_names, spec.router)
         shared = None if spec.shared is None else self._shared(prefix, spec.shared, expert_names)
         return MixtureWeights(
             norm=norm,
@@ -168,17 +173,24 @@ class ExpertsLoader:
                 activation=spec.activation,
                 inter=spec.intermediate_size // self._group.world_size,
                 dtype=self._weights.dtype,
+                scales_inputs=spec.scales_inputs,
             ),
             shared=shared,
         )
 
-    def _router(self, name: str, spec: RouterSpec) -> RouterWeights:
-        weights, count = self._weights, spec.num_experts
+    def _router(self, prefix: str, names: ExpertNames, spec: RouterSpec) -> RouterWeights:
+        weights, count, name = self._weights, spec.num_experts, prefix + names.router
         wide = partial(weights.replicated, dtype=torch.float32)
+        correction = None
+        if spec.correction:
+            corrected = prefix + names.correction_tensor
+            # ERNIE has an axis for groups, of which there is one.
+            axes = (1, count) if weights.files.shape(corrected) == (1, count) else (count,)
+            correction = wide(corrected, *axes).view(-1)
         return RouterWeights(
             weight=wide(f"{name}.weight", count, self._hidden),
             bias=wide(f"{name}.bias", count) if spec.bias else None,
-            correction=wide(f"{name}.e_score_correction_bias", count) if spec.correction else None,
+            correction=correction,
             rule=spec.rule,
         )
 
@@ -186,15 +198,16 @@ class ExpertsLoader:
         self, prefix: str, spec: SharedExpertSpec, names: ExpertNames
     ) -> SharedExpertWeights:
         linears, inter = self._shared_linears, spec.mlp.intermediate_size
-        gate, up, down = (
-            f"{names.shared}.{name}" for name in ("gate_proj", "up_proj", "down_proj")
-        )
-        columns = partial(linears.columns, prefix, inputs=self._hidden, fused=None, bias=False)
+        module, fused = f"{names.shared}.", names.shared_gate_up
+        gate_up = [Part(f"{module}gate_proj", inter), Part(f"{module}up_proj", inter)]
+        if not spec.mlp.activation.has_gate:
+            del gate_up[0]
+        columns = partial(linears.columns, prefix, inputs=self._hidden, bias=False)
         return SharedExpertWeights(
-            gate_up=columns((Part(gate, inter), Part(up, inter))),
-            down=linears.rows(prefix + down, inter, self._hidden, bias=False),
+            gate_up=columns(gate_up, fused=None if fused is None else module + fused),
+            down=linears.rows(prefix + module + names.shared_down, inter, self._hidden, bias=False),
             activation=spec.mlp.activation,
-            gate=columns((Part(names.shared_gate, 1),)) if spec.gated else None,
+            gate=columns((Part(names.shared_gate, 1),), fused=None) if spec.gated else None,
         )
 
     def _experts(
@@ -204,7 +217,9 @@ class ExpertsLoader:
         module = f"{prefix}{names.experts}."
         read: Callable[[int], ExpertWeights]
         stacked = module + names.stacked_gate_up
-        if stacked in self._weights or self._weights.has_stacked_codes(stacked):
+        if names.in_a_row:
+            read = partial(self._in_a_row, module, spec, names)
+        elif stacked in self._weights or self._weights.has_stacked_codes(stacked):
             read = _StackedExperts(self._weights, self._group, module, self._hidden, spec, names)
         else:
             read = partial(self._expert, module, spec, names)
@@ -216,11 +231,30 @@ class ExpertsLoader:
         self, module: str, spec: ExpertsSpec, names: ExpertNames, index: int
     ) -> ExpertWeights:
         prefix, inter = f"{module}{index}.", spec.intermediate_size
-        parts = Part(names.gate, inter), Part(names.up, inter)
+        parts = [Part(names.gate, inter), Part(names.up, inter)]
+        if spec.activation is Activation.RELU_SQUARED:
+            del parts[0]
         return ExpertWeights(
             gate_up=self._linears.columns(prefix, parts, self._hidden, fused=None, bias=spec.bias),
             down=self._linears.rows(prefix + names.down, inter, self._hidden, bias=spec.bias),
         )
+
+    def _in_a_row(
+        self, module: str, spec: ExpertsSpec, names: ExpertNames, index: int
+    ) -> ExpertWeights:
+        """One expert of tensors [E * inter, hidden]; down projections are transposed."""
+        inter, weights = spec.intermediate_size, self._weights
+        share = inter // self._group.world_size
+        first = index * inter + self._group.rank * share
+        total = spec.router.num_experts * inter
+        gate, up, down = (
+            partial(weights.span, module + name, (total, self._hidden), (first, first + share))
+            for name in (names.gate, names.up, names.down)
+        )
+        shapes = (2 * share, self._hidden), (self._hidden, share)
+        gate_up = weights.stored(module + names.gate, index, shapes[0], lambda: (gate(), up()))
+        downs = weights.stored(module + names.down, index, shapes[1], lambda: (down().t(),))
+        return ExpertWeights(gate_up=LinearWeights(gate_up), down=LinearWeights(downs))
 
 
 class _StackedExperts:
@@ -237,7 +271,7 @@ class _StackedExperts:
     ) -> None:
         self._weights = weights
         self._gate_up, self._down = module + names.stacked_gate_up, module + names.stacked_down
-        self._transposed = names.transposed
+        self._transposed, self._alternating = names.transposed, names.alternating
         self._count, self._inter, self._hidden = (
             spec.router.num_experts,
             spec.intermediate_size,
@@ -263,18 +297,26 @@ class _StackedExperts:
         )
 
     def _gate_up_of(self, index: int) -> StoredWeight:
-        whole = slice(0, self._hidden)
+        whole, width = slice(0, self._hidden), self._channels.stop - self._channels.start
         return self._weights.stored(
-            *(
+            self._gate_up,
+            index,
+            (2 * width, self._hidden),
+            lambda: (
                 self._part(self._gate_up, 2 * self._inter, self._hidden, index, rows, whole)
                 for rows in self._gates_and_ups
-            )
+            ),
         )
 
     def _down_of(self, index: int) -> StoredWeight:
-        rows = slice(0, self._hidden)
+        rows, width = slice(0, self._hidden), self._channels.stop - self._channels.start
         return self._weights.stored(
-            self._part(self._down, self._hidden, self._inter, index, rows, self._channels)
+            self._down,
+            index,
+            (self._hidden, width),
+            lambda: [
+                self._part(self._down, self._hidden, self._inter, index, rows, self._channels)
+            ],
         )
 
     def _part(
@@ -288,13 +330,15 @@ class _StackedExperts:
         return self._matrix(name, outputs, inputs, index)[rows, columns]
 
     def _matrix(self, name: str, outputs: int, inputs: int, index: int) -> Tensor:
-        if not self._transposed:
+        swapped = self._count, inputs, outputs
+        # transformers also writes Qwen 3 VL's with the axes in their usual order.
+        if not self._transposed or self._weights.files.shape(name) != swapped:
             return self._weights.stacked(name, (self._count, outputs, inputs), index)
-        return self._weights.stacked(name, (self._count, inputs, outputs), index).t()
+        return self._weights.stacked(name, swapped, index).t()
 
     @property
     def _gates_and_ups(self) -> tuple[slice, slice]:
         first, end = self._channels.start, self._channels.stop
-        if self._transposed:
+        if self._alternating:
             return slice(2 * first, 2 * end, 2), slice(2 * first + 1, 2 * end, 2)
         return slice(first, end), slice(self._inter + first, self._inter + end)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.spec import (
-    AttentionSpec,
-    DecoderSpec,
+from millrace_shard.models.rope_spec import (
     DynamicScaling,
-    LayerSpec,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeSpec,
     YarnScaling,
 )
+from millrace_shard.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -65,6 +64,12 @@ def longest_position(rope: RopeSpec) -> int:
     return trained
 
 
+def longest_sequence(spec: DecoderSpec) -> int:
+    """The number of positions that all rotations of a decoder support."""
+    ropes = {layer.attention.rope for layer in spec.layers} - {None}
+    return max((longest_position(rope) for rope in ropes if rope), default=spec.max_positions)
+
+
 def _rotations(rope: RopeSpec, positions: Tensor, *, long_context: bool) -> Tensor:
     """[P, rotary_dim] for `positions` [P]."""
     frequencies = _frequencies(rope, positions, long_context=long_context)
@@ -93,6 +98,8 @@ def _frequencies(rope: RopeSpec, positions: Tensor, *, long_context: bool) -> Te
         return _llama3(scaling, plain)
     if isinstance(scaling, YarnScaling):
         return _yarn(rope, scaling, wavelengths)
+    if isinstance(scaling, ProportionalScaling):
+        return torch.where(torch.arange(len(plain)) < scaling.angles, plain, 0.0)
     return plain
 
 
@@ -160,6 +167,10 @@ def override_spec(spec: DecoderSpec, override: RopeOverride) -> DecoderSpec:
         rope = layer.attention.rope
         if rope is None:
             return layer
+        if isinstance(rope.scaling, ProportionalScaling):
+            raise UnsupportedModel(
+                f"rope scaling {override.kind!r} is not supported where rope_type is 'proportional'"
+            )
         rope = replace(rope, scaling=scaling)
         return replace(layer, attention=replace(layer.attention, rope=rope))
 
@@ -177,24 +188,45 @@ def override_config(config: PretrainedConfig, override: RopeOverride) -> None:
     config.rope_parameters = {"rope_type": override.kind, "factor": override.factor, **base}
 
 
+class AxisRotations(NamedTuple):
+    """Rotations of tokens with positions on three axes."""
+
+    table: Tensor
+    """[positions, rotary_dim] float32."""
+    of_channels: Tensor
+    """[rotary_dim] int64, the axis of each channel."""
+
+    @classmethod
+    def of(cls, rope: RopeSpec, tables: RopeTables) -> AxisRotations:
+        assert rope.axes is not None
+        of_channels = rope.axes.of_channels(rope.rotary_dim)
+        return cls(tables.table(rope), torch.tensor(of_channels, device=tables.device))
+
+    def of_tokens(self, axes: Tensor) -> Tensor:
+        """[T, rotary_dim] for positions `axes` [3, T]."""
+        channels = torch.arange(len(self.of_channels), device=axes.device)
+        return self.table[axes[self.of_channels].T, channels].contiguous()
+
+
 class RopeTables:
     """Makes each table once."""
 
     def __init__(self, max_total_tokens: int | None, device: torch.device) -> None:
         self._max_total_tokens = max_total_tokens
-        self._device = device
+        self.device = device
         self._tables: dict[RopeSpec, Tensor] = {}
 
-    def query_factors(self, attention: AttentionSpec) -> Tensor | None:
-        """[positions] float32: the factors of queries; None if they are not scaled by their position."""
-        scaling, rope = attention.query_scaling, attention.rope
-        if scaling is None or rope is None:
+    def query_factors(self, attention: AttentionSpec, longest: int) -> Tensor | None:
+        """[positions] float32: the factors of queries in sequences of up to `longest`; None if they are not scaled."""
+        scaling = attention.query_scaling
+        if scaling is None:
             return None
-        positions = torch.arange(len(self.table(rope)), dtype=torch.float)
+        count = min(longest, self._max_total_tokens or longest)
+        positions = torch.arange(count, dtype=torch.float) + scaling.offset
         steps = torch.floor(positions / scaling.positions)
-        return (1 + scaling.beta * torch.log(1 + steps)).to(self._device)
+        return (1 + scaling.beta * torch.log1p(steps)).to(self.device)
 
     def table(self, rope: RopeSpec) -> Tensor:
         if rope not in self._tables:
-            self._tables[rope] = model_rope_table(rope, self._max_total_tokens).to(self._device)
+            self._tables[rope] = model_rope_table(rope, self._max_total_tokens).to(self.device)
         return self._tables[rope]

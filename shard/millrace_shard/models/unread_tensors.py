@@ -24,6 +24,8 @@ WITHOUT_EFFECT = (
 """Ends of the names of tensors that other fields tell, or by which activations and caches are quantised."""
 OF_INPUTS = ".pre_quant_scale"
 """Ends the names of factors by which the inputs of linears are multiplied."""
+MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+"""Ends of the names of masks that older versions of transformers saved."""
 BIAS = "bias"
 """Ends the names of biases."""
 NAMED = 3
@@ -38,7 +40,8 @@ def check_biases(files: SafetensorFiles | GgufFiles, spec: DecoderSpec) -> None:
     Tools write zeros as biases of linears that have none. transformers leaves biases out that its class lacks.
     """
     if not isinstance(files, GgufFiles):
-        outside = (f"{name}.bias" for name in (spec.names.norm, spec.names.head))
+        denied = {spec.names.norm: not spec.norm.bias, spec.names.head: not spec.head_bias}
+        outside = (f"{name}.bias" for name, is_denied in denied.items() if is_denied)
         of_layers = (name for name in files.names() if _is_denied(name, spec))
         _refuse_biases(files, (*of_layers, *(name for name in outside if name in files)))
 
@@ -47,7 +50,8 @@ def check_unread(files: SafetensorFiles | GgufFiles, spec: DecoderSpec) -> None:
     """Raise WeightsError for a bias or a scale of inputs that was not read; log other tensors of layers."""
     if isinstance(files, GgufFiles):
         return
-    unread = [name for name in files.unread() if _is_of_layers(name, len(spec.layers))]
+    of_layers = (name for name in files.unread() if _is_of_layers(name, len(spec.layers)))
+    unread = [name for name in of_layers if not name.endswith(MASKS)]
     biases = [name for name in unread if name.endswith(BIAS)]
     _refuse_biases(files, biases)
     scaled = next((name for name in unread if name.endswith(OF_INPUTS)), None)
@@ -78,6 +82,8 @@ def _is_denied(name: str, spec: DecoderSpec) -> bool:
     match = LAYER.match(name)
     if match is None or not name.endswith(BIAS) or int(match[1]) >= len(spec.layers):
         return False
+    if name.endswith(MASKS):
+        return False
     biases = _biases(spec.layers[int(match[1])], spec.names.layer)
     return not name[match.end() :].startswith(biases)
 
@@ -85,12 +91,20 @@ def _is_denied(name: str, spec: DecoderSpec) -> bool:
 def _biases(layer: LayerSpec, names: LayerNames) -> tuple[str, ...]:
     """Prefixes of the names of all biases of a layer, relative to the layer."""
     attention, half = layer.attention, layer.feed_forward
-    prefixes = list[str]()
-    if attention.qkv_bias:
+    norms = (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
+    prefixes = [f"{name}." for name in norms if name is not None and layer.norm.bias]
+    if layer.recurrent is not None:
+        recurrent = layer.recurrent
+        prefixes += [f"{recurrent.module}.{name}" for name in recurrent.biases]
+    if layer.attends and attention.qkv_bias:
         qkv = (names.query, names.key, names.value) if names.qkv is None else (names.qkv,)
         prefixes += [f"{name}." for name in qkv]
-    if attention.out_bias:
+    if layer.attends and attention.latent is not None and attention.latent.bias:
+        prefixes += [f"{names.latent.queries_in}.", f"{names.latent.latent}."]
+    if layer.attends and attention.out_bias:
         prefixes.append(f"{names.out}.")
+    if not layer.has_feed_forward:
+        return tuple(prefixes)
     if isinstance(half, GatedSpec):
         gate_up = (names.gate, names.up) if names.gate_up is None else (names.gate_up,)
         prefixes += [f"{name}." for name in (*gate_up, names.down) if half.bias]
@@ -98,7 +112,7 @@ def _biases(layer: LayerSpec, names: LayerNames) -> tuple[str, ...]:
     for each in names.experts:
         prefixes += [f"{each.experts}."] * half.bias
         prefixes += [f"{each.router}.bias"] * half.router.bias
-        prefixes += [f"{each.router}.e_score_correction_bias"] * half.router.correction
+        prefixes += [each.correction_tensor] * half.router.correction
     return tuple(prefixes)
 
 

@@ -1,5 +1,5 @@
 """Sampling: logits processors, warpers and the choice of tokens.
 
 Entry point: `sampler.Sampler`.
-May import: kernels, device.
+Imports: arrays, device, kernels, millrace_proto.
 """

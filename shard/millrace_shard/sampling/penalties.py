@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace_shard.arrays import Ints
@@ -130,8 +128,8 @@ class BiasTable:
             return
         ids, values = zip(*bias, strict=True)
         self._biases[slot] = _SlotBias(
-            self._upload(np.array(ids, dtype=np.int64)),
-            self._upload(np.array(values, dtype=np.float32)),
+            upload(np.array(ids, dtype=np.int64), self._device),
+            upload(np.array(values, dtype=np.float32), self._device),
         )
 
     def drop(self, slots: Ints) -> None:
@@ -162,13 +160,10 @@ class BiasTable:
             starts = np.repeat(rows * size, [len(part.ids) for part in parts])
             self._layout = _Layout(
                 key,
-                torch.cat([part.ids for part in parts]) + self._upload(starts),
+                torch.cat([part.ids for part in parts]) + upload(starts, self._device),
                 torch.cat([part.values for part in parts]),
             )
         return self._layout
-
-    def _upload(self, values: NDArray[Any]) -> Tensor:
-        return upload(values, self._device)
 
 
 class TokenCounts:

@@ -5,11 +5,8 @@ The order is: watermark, penalties, biases, rules of sequences, the grammar's ma
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace_shard.arrays import Ints
@@ -88,7 +85,7 @@ class Processors:
         """Slots and positions of the rows' last tokens, an index into the token table."""
         if rows.device is not None:
             return rows.device.slots, rows.device.positions - 1
-        return self._upload(rows.table_rows), self._upload(rows.positions - 1)
+        return upload(rows.table_rows, self._device), upload(rows.positions - 1, self._device)
 
     def _penalise(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
         if self.counts is not None:
@@ -109,7 +106,10 @@ class Processors:
     def _past_tokens(self, rows: SamplingRows) -> PastTokens:
         longest = int(rows.positions.max())
         if rows.device is None:
-            slots, positions = self._upload(rows.table_rows), self._upload(rows.positions)
+            slots, positions = (
+                upload(rows.table_rows, self._device),
+                upload(rows.positions, self._device),
+            )
         else:
             slots, positions = rows.device.slots, rows.device.positions
         ids = self._token_table[:, :longest].index_select(0, slots)
@@ -126,6 +126,3 @@ class Processors:
             forbid(logits, self._index(free), self._eos)
         if len(masked := chosen[is_masked]):
             forbid_if_others(logits, self._index(masked), self._eos)
-
-    def _upload(self, values: NDArray[Any]) -> Tensor:
-        return upload(values, self._device)

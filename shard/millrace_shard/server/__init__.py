@@ -1,5 +1,5 @@
 """The gRPC server of a shard: protobuf, TLS and sockets.
 
 Entry point: `service.ShardService`.
-May import: engine and below, and protobuf.
+Imports: adapters, arrays, batch, config, engine, errors, kernels, millrace_proto, structured_output, vision.
 """

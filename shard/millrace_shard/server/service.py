@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from queue import SimpleQueue
 from threading import Thread
 
@@ -18,9 +19,17 @@ from millrace_proto.sequence import Grammar
 from millrace_shard.batch.step import StepReply
 from millrace_shard.engine.engine import AdapterLoading, Engine
 from millrace_shard.engine.kv_capacity import CapacityError
-from millrace_shard.errors import AdapterInvalid, AdapterMemoryFull, EngineEnded, WrongEpoch
+from millrace_shard.errors import (
+    AdapterInvalid,
+    AdapterMemoryFull,
+    EngineEnded,
+    ImageInvalid,
+    WrongEpoch,
+)
 from millrace_shard.server.wire import (
     capacity_to_pb,
+    directory_to_pb,
+    image_from_pb,
     info_to_pb,
     progress_to_pb,
     reply_to_pb,
@@ -101,6 +110,10 @@ class ShardService(pb_grpc.ShardServiceServicer):
         logger.info("KV cache of %d tokens", capacity.max_batch_total_tokens)
         return capacity_to_pb(capacity)
 
+    def Blocks(self, request: pb.BlocksRequest, context: grpc.ServicerContext) -> pb.BlocksResponse:
+        """The directory of blocks, after all earlier work."""
+        return directory_to_pb(self.engine.submit(self.engine.directory).result())
+
     def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
     ) -> pb.CompileGrammarResponse:
@@ -139,6 +152,20 @@ class ShardService(pb_grpc.ShardServiceServicer):
         except WrongEpoch as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.UnloadAdapterResponse()
+
+    def PutImage(
+        self, request_iterator: Iterator[pb.PutImageRequest], context: grpc.ServicerContext
+    ) -> pb.PutImageResponse:
+        """Collect the pixels on this thread, then put them into their slot between two steps."""
+        first = next(request_iterator, pb.PutImageRequest())
+        parts = (request.pixels for request in chain([first], request_iterator))
+        try:
+            self.engine.put_image(first.epoch, image_from_pb(first), parts)
+        except ImageInvalid as error:
+            return pb.PutImageResponse(error=str(error))
+        except WrongEpoch as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.PutImageResponse()
 
     def _adapters(self, context: grpc.ServicerContext) -> AdapterLoading:
         store = self.engine.loaded.adapters

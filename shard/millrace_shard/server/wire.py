@@ -11,9 +11,12 @@ from millrace_proto.sampling import Sampling
 from millrace_proto.sequence import Grammar, Pooling
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.sequence import ImageGrid, ImageSpan, Sequence
+from millrace_shard.batch.sequence_images import Mask
+from millrace_shard.batch.sequence_states import NO_SAVES, StateSaves
 from millrace_shard.batch.step import (
     BatchChange,
+    Encode,
     FailureKind,
     Filter,
     Forward,
@@ -29,6 +32,8 @@ from millrace_shard.engine.engine import Progress
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.kernels.kv_cache import cache_dtype_name
+from millrace_shard.kernels.kv_store import Directory
+from millrace_shard.vision.encoder import IMAGE_SLOTS, ImageSize, Vision
 
 KINDS = {
     FailureKind.FAILED: pb.StepError.KIND_FAILED,
@@ -48,6 +53,9 @@ def warmup_from_pb(message: pb.WarmupRequest) -> WarmupRequest:
         num_blocks=_optional(message, "num_blocks"),
         max_adapters=message.max_adapters,
         adapter_pages=_optional(message, "adapter_pages"),
+        window_blocks=tuple(message.window_blocks),
+        state_pages=_optional(message, "state_pages"),
+        feature_rows=_optional(message, "feature_rows"),
     )
 
 
@@ -60,6 +68,34 @@ def capacity_to_pb(capacity: Capacity) -> pb.WarmupResponse:
         max_total_tokens=capacity.max_total_tokens,
         kv_bytes_per_token=capacity.kv_bytes_per_token,
         adapter_pages=capacity.adapter_pages,
+        has_kv_store=capacity.has_kv_store,
+        window_groups=[
+            pb.WindowGroup(
+                num_blocks=num_blocks,
+                window=shape.window,
+                reach=shape.reach,
+                num_layers=shape.num_layers,
+                bytes_per_token=shape.bytes_per_token,
+            )
+            for shape, num_blocks in capacity.windows
+        ],
+        state_pages=capacity.state_pages,
+        state_page_bytes=capacity.state_page_bytes,
+        feature_rows=capacity.feature_rows,
+        image_slots=IMAGE_SLOTS if capacity.feature_rows else 0,
+    )
+
+
+def directory_to_pb(directory: Directory | None) -> pb.BlocksResponse:
+    """Write what the shard holds of blocks that outlive it; None: nothing does."""
+    if directory is None:
+        return pb.BlocksResponse()
+    return pb.BlocksResponse(
+        life=directory.life,
+        blocks=directory.blocks.tolist(),
+        owners=directory.owners.tolist(),
+        generations=directory.generations.tolist(),
+        keys=directory.keys,
     )
 
 
@@ -78,6 +114,7 @@ def info_to_pb(
         rank=loaded.group.rank,
         world_size=loaded.group.world_size,
         attention=loaded.kernels.name,
+        operators=loaded.kernels.operators,
         deterministic=deterministic and loaded.model.info.batch_invariant,
         prefill_logprobs=prefill_logprobs,
         window_size=info.window_size,
@@ -86,9 +123,48 @@ def info_to_pb(
         adapter_modules=_adapter_modules(loaded.adapters),
         quantization=info.quantization,
         kv_cache_dtype=cache_dtype_name(loaded.kv_dtype),
+        quantize_activations=loaded.activations,
+        int8_gain=loaded.int8_gain,
         hidden_size=info.hidden_size,
         headless=info.headless,
         group=loaded.group.id,
+        has_states=bool(loaded.model.geometry.states),
+        vision=None if loaded.vision is None else _vision(loaded.vision),
+    )
+
+
+def _vision(vision: Vision) -> pb.Vision:
+    spec = vision.spec
+    return pb.Vision(
+        family=spec.family,
+        rows_per_tile=0 if spec.cell else spec.rows_per_tile,
+        tile_height=0 if spec.cell else spec.tile_size,
+        tile_width=0 if spec.cell else spec.tile_size,
+        cell=spec.cell,
+        image_token_id=spec.image_token_id,
+        digest=vision.digest,
+        num_layers=spec.num_layers,
+        mask=_MASKS[spec.mask],
+        extra_rows=spec.extra_rows,
+    )
+
+
+_MASKS = {
+    Mask.CAUSAL: pb.Vision.MASK_CAUSAL,
+    Mask.IMAGE: pb.Vision.MASK_IMAGE,
+    Mask.PROMPT: pb.Vision.MASK_PROMPT,
+}
+
+
+def image_from_pb(message: pb.PutImageRequest) -> ImageSize:
+    """What the first message of an image says of it."""
+    return ImageSize(
+        slot=message.image_slot,
+        first_row=message.first_row,
+        digest=message.digest,
+        num_tiles=message.num_tiles,
+        height=message.height,
+        width=message.width,
     )
 
 
@@ -111,6 +187,7 @@ def progress_to_pb(progress: Progress) -> pb.HealthResponse:
         pending_steps=progress.pending_steps,
         idle_ns=progress.idle_ns,
         warmed_up=progress.warmed_up,
+        pulse=progress.pulse,
     )
 
 
@@ -121,7 +198,7 @@ def step_from_pb(message: pb.StepRequest) -> Step:
 def _work(message: pb.StepRequest) -> Work:
     match message.WhichOneof("work"):
         case "open":
-            return Open()
+            return Open(message.open.life)
         case "prefill":
             return Forward(
                 change=_change(message.prefill.change),
@@ -130,6 +207,7 @@ def _work(message: pb.StepRequest) -> Work:
                 decode_slots=_ints(message.prefill.decode_slots),
                 decode_tokens=_ints(message.prefill.decode_tokens),
                 draft_tokens=_ints(message.prefill.draft_tokens),
+                saves=_saves(message.prefill),
             )
         case "decode":
             return Forward(
@@ -137,11 +215,24 @@ def _work(message: pb.StepRequest) -> Work:
                 decode_slots=_ints(message.decode.decode_slots),
                 decode_tokens=_ints(message.decode.decode_tokens),
                 draft_tokens=_ints(message.decode.draft_tokens),
+                saves=_saves(message.decode),
+            )
+        case "encode":
+            return Encode(
+                change=_change(message.encode.change),
+                image_slots=_ints(message.encode.image_slots),
+                units=_ints(message.encode.units),
+                layers=_ints(message.encode.layers),
             )
         case "filter_batch":
             return Filter(_ints(message.filter_batch.dropped_slots))
         case _:
             return Unknown()
+
+
+def _saves(message: pb.Prefill | pb.Decode) -> StateSaves:
+    columns = message.saved_slots, message.saved_positions, message.saved_pages
+    return StateSaves(*map(_ints, columns)) if len(message.saved_slots) else NO_SAVES
 
 
 def _change(message: pb.BatchChange) -> BatchChange:
@@ -150,6 +241,10 @@ def _change(message: pb.BatchChange) -> BatchChange:
         admitted=tuple(_sequence(sequence) for sequence in message.admitted),
         grown_slots=_ints(message.grown_slots),
         grown_blocks=_ints(message.grown_blocks),
+        unsealed_blocks=_ints(message.unsealed_blocks),
+        sealed_blocks=_ints(message.sealed_blocks),
+        sealed_keys=tuple(message.sealed_keys),
+        freed_images=_ints(message.freed_images),
     )
 
 
@@ -171,6 +266,15 @@ def _sequence(message: pb.Sequence) -> Sequence:
         close_within=message.close_within,
         adapter_slot=message.adapter_slot,
         pooling=Pooling(tuple(message.pooling.logit_ids)) if message.HasField("pooling") else None,
+        window_starts=tuple(message.window_starts),
+        state_page=message.state_page,
+        restored_page=message.restored_page,
+        images=tuple(
+            ImageSpan(span.position, span.tokens, span.first_row) for span in message.images
+        ),
+        image_grids=tuple(
+            ImageGrid(grid.position, grid.rows, grid.columns) for grid in message.image_grids
+        ),
     )
 
 
@@ -185,6 +289,7 @@ def reply_to_pb(reply: StepReply, *, with_tokens: bool) -> pb.StepResponse:
     message.checksum = result.checksum
     message.failed_slots.extend(result.failed_slots.tolist())
     message.closed_slots.extend(result.closed_slots)
+    message.failed_images.extend(result.failed_images)
     if reasons := result.failure_reasons:
         message.failure_reasons.extend(
             reasons.get(slot, "") for slot in result.failed_slots.tolist()

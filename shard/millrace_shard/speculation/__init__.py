@@ -1,5 +1,5 @@
-"""Draft tokens from prompt lookup, a draft model or Medusa heads.
+"""Draft tokens from prompt lookup, a draft model, or heads: Medusa, EAGLE, EAGLE-3, MTP layers.
 
 Entry points: `proposer.Proposer`, `loading.SpeculationLoader`.
-May import: models, weights, batch, kernels, device.
+Imports: arrays, batch, device, errors, kernels, kernels.lora, models, models.families, weights, weights.gguf.
 """

@@ -1,4 +1,4 @@
-"""The folders of a model and of its draft model or Medusa heads, found by their names."""
+"""The folders of a model and of its draft model or heads, found by their names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError, safe_open
 
 from millrace_shard.errors import ModelError, UnsupportedModel
+from millrace_shard.weights.checkpoint_files import SINGLE
 from millrace_shard.weights.download import download_file
 from millrace_shard.weights.hub import (
     DOWNLOAD_FAILURES,
@@ -20,13 +22,16 @@ from millrace_shard.weights.hub import (
     is_file_name,
     is_path,
     resolve,
+    split_tag,
 )
-from millrace_shard.weights.json_object import parse_json
+from millrace_shard.weights.json_object import parse_json_file
 from millrace_shard.weights.published import published_model
 
 WEIGHTS = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"
 HEADS = "medusa_num_heads"
+MTP = Path("mtp")
+"""What names the MTP layers of the model itself in place of a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class MedusaConfig:
     @classmethod
     def read(cls, folder: Path) -> MedusaConfig | None:
         """The config in `folder`, or None if it has no Medusa heads. Raises ModelError if they are unusable."""
-        raw = _read_json(folder / "config.json")
+        raw = read_config(folder)
         if HEADS not in raw:
             return None
         num_heads, num_layers = raw[HEADS], raw.get("medusa_num_layers", 1)
@@ -62,13 +67,36 @@ class MedusaConfig:
 
 def is_medusa(folder: Path) -> bool:
     """Whether the config in `folder` describes Medusa heads."""
-    return HEADS in _read_json(folder / "config.json")
+    return HEADS in read_config(folder)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, or an empty one."""
+def is_eagle(folder: Path) -> bool:
+    """Whether the files in `folder` are an EAGLE or EAGLE-3 head, by its config or its header."""
+    raw = read_config(folder)
+    classes = raw.get("architectures")
+    names = " ".join(map(str, classes)) if isinstance(classes, list) else ""
+    if "eagle" in names.lower() or "draft_vocab_size" in raw or "speculators_model_type" in raw:
+        return True
+    if raw.get("model_type") != "llama" or not (folder / SINGLE).is_file():
+        return False
     try:
-        value = parse_json(path.read_bytes())
+        with safe_open(folder / SINGLE, framework="numpy") as file:
+            names = file.keys()
+            return "fc.weight" in names
+    except (OSError, SafetensorError):
+        # Loading the file says what is wrong with it.
+        return False
+
+
+def is_head(folder: Path) -> bool:
+    """Whether `folder` has, or is the name of, something that is no model by itself."""
+    return folder == MTP or is_medusa(folder) or is_eagle(folder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object of config.json, or an empty one."""
+    try:
+        value = parse_json_file(folder / "config.json")
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -83,7 +111,7 @@ class Checkpoints:
 
     model: Path
     draft: Path | None = None
-    """A draft model, or a folder with Medusa heads."""
+    """A draft model, a folder with heads, or `MTP`."""
 
     @classmethod
     def find(
@@ -116,19 +144,24 @@ class Checkpoints:
 
 
 def find_draft(draft_model: str, settings: HubSettings) -> Path:
-    """The folder of a draft model or of Medusa heads. Raises ModelError."""
+    """The folder of a draft model or of heads; `MTP` as it is. Raises ModelError."""
+    if draft_model == str(MTP):
+        return MTP
     # The override of weights is for the model only.
     settings = replace(settings, weights_override=None)
-    heads = _heads(draft_model, revision=None, settings=settings)
+    heads = _heads(draft_model, revision=None, settings=settings, eagle=True)
     return heads or resolve(draft_model, revision=None, settings=settings)
 
 
-def _heads(model_id: str, *, revision: str | None, settings: HubSettings) -> Path | None:
-    """The folder of Medusa heads; None if `model_id` names something else or is not found."""
+def _heads(
+    model_id: str, *, revision: str | None, settings: HubSettings, eagle: bool = False
+) -> Path | None:
+    """The folder of Medusa heads, or of an EAGLE head; None if `model_id` names something else or is not found."""
     folder = Path(model_id).expanduser()
     if folder.is_dir():
-        return folder.resolve() if is_medusa(folder) else None
-    if is_path(model_id) or is_file_name(model_id) or published_model(model_id) is not None:
+        return folder.resolve() if is_medusa(folder) or (eagle and is_eagle(folder)) else None
+    is_elsewhere = is_path(model_id) or is_file_name(model_id) or split_tag(model_id)[1] is not None
+    if is_elsewhere or published_model(model_id) is not None:
         return None
     try:
         config = _file(model_id, "config.json", revision=revision, settings=settings)
@@ -139,9 +172,11 @@ def _heads(model_id: str, *, revision: str | None, settings: HubSettings) -> Pat
             # The search for a model reports the error.
             return None
         raise
-    if not is_medusa(config.parent):
-        return None
-    return _file(model_id, WEIGHTS, revision=revision, settings=settings).parent
+    if is_medusa(config.parent):
+        return _file(model_id, WEIGHTS, revision=revision, settings=settings).parent
+    if eagle and is_eagle(config.parent):
+        return _file(model_id, SINGLE, revision=revision, settings=settings).parent
+    return None
 
 
 def _file(model_id: str, name: str, *, revision: str | None, settings: HubSettings) -> Path:

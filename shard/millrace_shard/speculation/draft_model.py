@@ -32,11 +32,19 @@ class DraftProposer(Proposer):
     A block that the model filled without drafts may have no KV here; drafts that read it are bad and do no harm.
     """
 
+    likely_reason = "the draft model was trained on other texts than the model"
+
     def __init__(
-        self, model: CausalModel, kernels: Kernels, cache: Many[LayerCache], batch: Batch
+        self,
+        model: CausalModel,
+        kernels: Kernels,
+        cache: Many[LayerCache],
+        batch: Batch,
+        dtype: torch.dtype,
     ) -> None:
-        """`cache` has as many blocks as the model's cache, of the same size."""
+        """`cache` has as many blocks as the model's cache, of the same size; `dtype` is the model's."""
         self._model = model
+        self._dtype = dtype
         self._kernels = kernels
         self._cache = cache
         self._batch = batch
@@ -46,13 +54,18 @@ class DraftProposer(Proposer):
         """KV positions of each slot that the draft model has computed, accepted draft tokens included."""
 
     def admit(self, sequence: Sequence) -> None:
-        """Cached blocks have KV here too."""
+        """Cached positions have KV here too."""
         self._computed[sequence.slot] = sequence.cached_tokens
 
     def clear_blocks(self, blocks: Tensor) -> None:
         """Clear the blocks of the draft model's cache."""
         for layer in self._cache:
             self._kernels.zero_blocks(layer, blocks)
+
+    def clear_rows(self, rows: Tensor) -> None:
+        """Clear the rows of the draft model's cache."""
+        for layer in self._cache:
+            self._kernels.zero_rows(layer, rows, self._dtype)
 
     def verify(self, slots: Ints, computed: Ints) -> None:
         """The KV of rejected draft tokens does not count."""
@@ -122,7 +135,7 @@ class DraftProposer(Proposer):
         return drafted.view(-1)[self._batch.to_device(filled)]
 
     def _forward(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> Tensor:
-        ragged = self._batch.ragged(slots, starts, counts, logit_rows)
+        ragged, _ = self._batch.ragged_with(slots, starts, counts, logit_rows, ())
         if self._model.info.vocab_size < self._batch.limits.vocab_size:
             # Only the padding of the larger embedding table has larger ids.
             last = self._model.info.vocab_size - 1

@@ -1,4 +1,4 @@
-"""Loads a draft model, or Medusa heads for a decoder, and makes the proposer of a loaded model."""
+"""Loads a draft model, or heads for a decoder, and makes the proposer of a loaded model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.models.decoder import Decoder
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.models.load import load_model
-from millrace_shard.speculation.checkpoints import MedusaConfig
+from millrace_shard.models.quantized import quantization_of
+from millrace_shard.models.rope import RopeTables
+from millrace_shard.speculation.checkpoints import MTP, MedusaConfig, is_eagle
 from millrace_shard.speculation.draft_model import DraftProposer
+from millrace_shard.speculation.head_spec import HeadKind, read_head
+from millrace_shard.speculation.hidden_state_heads import DraftHead, HeadProposer, TappedModel
 from millrace_shard.speculation.medusa import MedusaModel, MedusaProposer
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.weights.checkpoint_files import TOKENIZER
-from millrace_shard.weights.json_object import parse_json
+from millrace_shard.weights.json_object import parse_json_file
+from millrace_shard.weights.weights import Weights
 
 LONGEST_SUFFIX = 3
 
@@ -93,15 +98,19 @@ def lookup(tokens: NDArray[np.int32], count: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Draft tokens from a draft model or Medusa heads if there are any, else from n-grams."""
+    """Draft tokens from a draft model or heads if there are any, else from n-grams."""
 
     max_draft_tokens: int
     """For one sequence in one step, at least 1."""
     draft: CausalModel | None = None
+    head: DraftHead | None = None
+    """A head that reads hidden states of the model, which is a TappedModel then."""
 
     @property
     def layers(self) -> tuple[KVLayer, ...]:
-        """The layers of the draft model, which needs a KV cache."""
+        """The layers of the draft model or the head, which need a KV cache."""
+        if self.head is not None:
+            return self.head.geometry
         return () if self.draft is None else self.draft.geometry.layers
 
     def proposer(
@@ -114,7 +123,10 @@ class Speculation:
     ) -> Proposer:
         """A proposer for the sequences of `batch`, which `model` runs; `cache` is the KV cache of `layers`."""
         if self.draft is not None:
-            return DraftProposer(self.draft, kernels, cache, batch)
+            return DraftProposer(self.draft, kernels, cache, batch, dtype)
+        if self.head is not None:
+            assert isinstance(model, TappedModel)
+            return HeadProposer(self.head, model, kernels, cache[0], batch, dtype)
         if isinstance(model, MedusaModel):
             return MedusaProposer(model, batch, dtype)
         if (tokens := batch.token_table.on_host) is not None:
@@ -124,7 +136,7 @@ class Speculation:
 
 
 DRAFT_MODEL_TOKENS = 4
-"""Draft tokens without `--speculate`: each of them costs a forward pass of the draft model."""
+"""Draft tokens without `--speculate`: each of them costs a forward pass of the draft model, or of the head's layer."""
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +156,7 @@ class SpeculationLoader:
     def load(
         self, model: CausalModel, *, draft_folder: Path | None, max_draft_tokens: int | None
     ) -> tuple[CausalModel, Speculation | None]:
-        """The model to run, with its Medusa heads if there are any, and the settings of speculative decoding, if any.
+        """The model to run, with its heads if there are any, and the settings of speculative decoding, if any.
 
         Without `max_draft_tokens` there is a draft token for each head, a few with a draft model, and none otherwise.
 
@@ -156,6 +168,8 @@ class SpeculationLoader:
             assert max_draft_tokens is not None
             logger.info("up to %d draft tokens from n-grams", max_draft_tokens)
             return model, Speculation(max_draft_tokens=max_draft_tokens)
+        if draft_folder == MTP or is_eagle(draft_folder):
+            return self._with_head(model, draft_folder, max_draft_tokens or DRAFT_MODEL_TOKENS)
         heads = MedusaConfig.read(draft_folder)
         if heads is not None:
             return self._with_heads(model, draft_folder, heads, max_draft_tokens)
@@ -192,10 +206,38 @@ class SpeculationLoader:
         )
         return whole, Speculation(max_draft_tokens=max_draft_tokens)
 
+    def _with_head(
+        self, model: CausalModel, folder: Path, max_draft_tokens: int
+    ) -> tuple[CausalModel, Speculation]:
+        if not isinstance(model, Decoder):
+            raise UnsupportedModel(f"{model.info.model_type} runs without heads that draft")
+        spec = read_head(folder, self.folder, model.spec, self.group.world_size)
+        quantization = None
+        if spec.kind is HeadKind.MTP:
+            ranks = self.group.world_size
+            quantization = quantization_of(self.folder, None, spec.decoder, ranks)
+        weights = Weights(
+            spec.folder,
+            dtype=self.dtype,
+            device=self.device,
+            group=self.group,
+            quantization=quantization,
+        )
+        ropes = RopeTables(self.max_total_tokens, self.device)
+        head = DraftHead(spec, model, weights, self.kernels, self.group, ropes)
+        logger.info(
+            "up to %d draft tokens from the %s head in %s, which reads hidden states after layers %s of %d",
+            max_draft_tokens,
+            spec.kind.value,
+            spec.folder,
+            ", ".join(map(str, spec.taps)),
+            len(model.spec.layers),
+        )
+        tapped = TappedModel(model, self.kernels, spec.taps)
+        return tapped, Speculation(max_draft_tokens=max_draft_tokens, head=head)
+
     def _draft(self, model: CausalModel, folder: Path) -> CausalModel:
-        ours, theirs = _vocabulary(self.folder), _vocabulary(folder)
-        if ours is not None and theirs is not None and ours != theirs:
-            raise UnsupportedModel(f"the draft model in {folder} has other tokens than the model")
+        are_known = check_draft_tokens(self.folder, folder)
         draft = load_model(
             folder,
             dtype=self.dtype,
@@ -207,18 +249,28 @@ class SpeculationLoader:
         )
         num_ours, num_theirs = model.info.vocab_size, draft.info.vocab_size
         # Models with the same tokenizer may have embedding tables with different padding.
-        if num_ours != num_theirs and (ours is None or theirs is None):
+        if num_ours != num_theirs and not are_known:
             raise UnsupportedModel(
                 f"the draft model in {folder} has {num_theirs} token ids, the model {num_ours}"
             )
         return draft
 
 
+def check_draft_tokens(folder: Path, draft: Path) -> bool:
+    """Whether the tokens of both models are known. Raises UnsupportedModel if they are and differ."""
+    ours, theirs = _vocabulary(folder), _vocabulary(draft)
+    if ours is None or theirs is None:
+        return False
+    if ours != theirs:
+        raise UnsupportedModel(f"the draft model in {draft} has other tokens than the model")
+    return True
+
+
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """The tokens of tokenizer.json; None without such a file, or if its vocabulary is not a mapping."""
     path = folder / TOKENIZER
     try:
-        vocabulary = parse_json(path.read_bytes())["model"]["vocab"]
+        vocabulary = parse_json_file(path)["model"]["vocab"]
     except (OSError, KeyError, TypeError):
         return None
     except ValueError as error:

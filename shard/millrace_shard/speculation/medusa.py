@@ -122,6 +122,8 @@ class MedusaModel:
 class MedusaProposer(Proposer):
     """Keeps the state of the last computed token of each sequence, from which all heads draft."""
 
+    likely_reason = "the heads were trained for another model"
+
     def __init__(self, model: MedusaModel, batch: Batch, dtype: torch.dtype) -> None:
         size = batch.limits.max_batch_size
         self._model = model

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 
 from millrace_proto.sequence import Grammar
+from millrace_shard.structured_output.compilation import compiled
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
-from millrace_shard.structured_output.grammar_source import GrammarInvalid, lark_of
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_worker import use_idle_cpus
 from millrace_shard.structured_output.matcher import Lexer, Matcher
-from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
+from millrace_shard.structured_output.vocabulary import Vocabulary
 
 MAX_SOURCE_BYTES = 1 << 17
 TIMEOUT = 2.0
@@ -29,6 +30,8 @@ MAX_CALLS = 64
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 4 << 20
 """Bytes of source; a compiled grammar takes up to a hundred times its source."""
+MAX_STATE_BYTES = 1 << 29
+"""Bytes of the states that texts have reached in the cached grammars: up to 200 MB for one."""
 MAX_RENEWED_CHARS = 1 << 14
 RENEW_SECONDS = 0.25
 """Limits of source and compile time for a grammar that a step may compile once more."""
@@ -60,22 +63,6 @@ class GrammarCompiler:
         self._process = GrammarProcess(
             folder, vocab_size=vocabulary.size, eos_token_ids=vocabulary.eos_token_ids
         )
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
-        *,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        timeout: float = TIMEOUT,
-        max_source_bytes: int = MAX_SOURCE_BYTES,
-    ) -> GrammarCompiler | None:
-        """A compiler for the model in `folder`, or None and a line in the log if its tokenizer allows no grammars."""
-        vocabulary = load_vocabulary(folder, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-        if vocabulary is None:
-            return None
-        return cls(vocabulary, folder, timeout=timeout, max_source_bytes=max_source_bytes)
 
     def check(self, grammar: Grammar, *, wait_seconds: float = WAIT_SECONDS) -> None:
         """Compile `grammar`, unless the cache has it, before a sequence may use it.
@@ -109,14 +96,15 @@ class GrammarCompiler:
         size, key = self._checked_size(grammar), _key(grammar)
         with self._lock:
             cached = self._find(key)
+            self._evict()
         if cached is not None and _is_compiled(cached):
             return cached.result().copy()
-        matcher = Matcher.of(lark_of(grammar), self.vocabulary)
+        _, matcher = compiled(grammar, self.vocabulary)
         if cached is None:
-            compiled: Future[Matcher] = Future()
-            compiled.set_result(matcher)
+            future: Future[Matcher] = Future()
+            future.set_result(matcher)
             with self._lock:
-                self._keep(key, size, compiled)
+                self._keep(key, size, future)
         return matcher.copy()
 
     def renewed(self, grammar: Grammar, stale: Lexer) -> Matcher | None:
@@ -163,10 +151,18 @@ class GrammarCompiler:
         """Cache a grammar and evict the least recently used ones beyond the limits. The caller holds the lock."""
         self._cache[key] = (size, compiled)
         self._cache.move_to_end(key)
-        total = sum(size for size, _ in self._cache.values())
-        while len(self._cache) > 1 and (len(self._cache) > MAX_CACHED or total > MAX_CACHED_BYTES):
-            _, (size, _) = self._cache.popitem(last=False)
-            total -= size
+        self._evict()
+
+    def _evict(self) -> None:
+        """Evict the least recently used grammars beyond the limits, but the last. The caller holds the lock."""
+        source = sum(size for size, _ in self._cache.values())
+        states = sum(_state_bytes(compiled) for _, compiled in self._cache.values())
+        while len(self._cache) > 1 and (
+            len(self._cache) > MAX_CACHED or source > MAX_CACHED_BYTES or states > MAX_STATE_BYTES
+        ):
+            _, (size, compiled) = self._cache.popitem(last=False)
+            source -= size
+            states -= _state_bytes(compiled)
 
     def _drop(self, key: bytes, compiled: Future[Matcher]) -> None:
         with self._lock:
@@ -176,6 +172,10 @@ class GrammarCompiler:
 
 def _is_compiled(future: Future[Matcher]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _state_bytes(future: Future[Matcher]) -> int:
+    return future.result().lexer.state_bytes if _is_compiled(future) else 0
 
 
 @contextmanager

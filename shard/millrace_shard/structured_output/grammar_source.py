@@ -10,12 +10,8 @@ from json import JSONDecoder
 from llguidance import LLMatcher
 
 from millrace_proto.sequence import Grammar, GrammarKind
-from millrace_shard.structured_output.json_schema import (
-    Schema,
-    SchemaInvalid,
-    make_exact,
-    read_schema,
-)
+from millrace_shard.structured_output.json_schema import SchemaInvalid, make_exact, read_schema
+from millrace_shard.structured_output.references import Schema
 
 _TOKEN = re.compile(
     r"""
@@ -36,6 +32,11 @@ def with_exact_schemas(lark: str) -> str:
 
     Raises SchemaInvalid for a schema that llguidance would not enforce, unless it is `lenient`; RecursionError.
     """
+    return map_schemas(lark, _exact)
+
+
+def map_schemas(lark: str, change: Callable[[Schema], str | None]) -> str:
+    """`lark` with each schema as `change` writes it, or as it is where that returns None; `change` may alter it."""
     parts, done, position = list[str](), 0, 0
     while (token := _TOKEN.search(lark, position)) is not None:
         position = token.end()
@@ -46,7 +47,7 @@ def with_exact_schemas(lark: str) -> str:
         except ValueError:
             # llguidance reports the error and its place.
             return lark
-        parts += [lark[done:position], _exact(schema) or lark[position:end]]
+        parts += [lark[done:position], change(schema) or lark[position:end]]
         done = position = end
     return "".join([*parts, lark[done:]])
 

@@ -28,7 +28,8 @@ import numpy as np
 
 from millrace_proto.sequence import Grammar, GrammarKind
 from millrace_shard.process import die_with_parent
-from millrace_shard.structured_output.grammar_source import GrammarInvalid, lark_of
+from millrace_shard.structured_output.compilation import compiled
+from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
 
@@ -142,8 +143,8 @@ def _answer(grammar: Grammar, vocabulary: Vocabulary) -> dict[str, str]:
 
 def _try_out(grammar: Grammar, vocabulary: Vocabulary) -> str:
     """The grammar as Lark, after it has compiled here, has allowed a text, and has reached no limit at its start."""
-    lark = lark_of(grammar)
-    matcher, random = Matcher.of(lark, vocabulary), np.random.default_rng(0)
+    lark, matcher = compiled(grammar, vocabulary)
+    random = np.random.default_rng(0)
     for length in range(NUM_TRIED):
         mask = np.frombuffer(matcher.inner.compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))

@@ -11,8 +11,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeGuard
-from urllib.parse import quote, unquote, urljoin
+from urllib.parse import quote
+
+from millrace_shard.structured_output.references import (
+    MAPS,
+    MAX_DEPTH,
+    References,
+    Schema,
+    subschemas,
+)
+from millrace_shard.structured_output.unevaluated import mend_unevaluated
 
 SHORT = 'nrbtf\\"'
 r"""Characters after a backslash. With `u` too, llguidance takes any escaped character for a name that is not listed."""
@@ -49,205 +59,16 @@ def _lists_some_names(part: dict[str, Any]) -> bool:
     return bool(listed) and part.get("additionalProperties") is not False
 
 
-TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
-Schema = dict[str, Any]
-
-
-class References:
-    """The references of one schema. Those to other documents count as productive, since llguidance refuses them."""
-
-    def __init__(self, root: Schema) -> None:
-        self._resources: dict[str, Schema] = {"": root}
-        """Schemas by their `$id`, resolved against the `$id` of enclosing schemas."""
-        self._anchors: dict[str, Schema] = {}
-        self._bases: dict[int, str] = {}
-        """The base URI of references in each schema, by the identity of the schema."""
-        self._index(root)
-        self.targets: dict[str, object] = {}
-        """The target of each reference, by its whole URI."""
-        self._collect(root)
-        # The least fixed point: a reference that reaches a value in n steps also does so in n + 1.
-        self._productive = dict.fromkeys(self.targets, False)
-        changed = True
-        while changed:
-            changed = False
-            for uri, is_productive in self._productive.items():
-                if not is_productive and self.is_productive(self.targets[uri]):
-                    self._productive[uri] = changed = True
-
-    def loop(self) -> str | None:
-        """A reference that leads back to itself without entering a value, which JSON Schema leaves undefined."""
-        passed: set[str] = set()
-        for start in self.targets:
-            path: dict[str, Iterator[str]] = {}
-            if start not in passed:
-                path[start] = self._in_place(self.targets[start])
-            while path:
-                uri, following = next(reversed(path.items()))
-                after = next(following, None)
-                if after is None:
-                    passed.add(uri)
-                    del path[uri]
-                elif after in path:
-                    return after
-                elif after not in passed:
-                    path[after] = self._in_place(self.targets[after])
-        return None
-
-    def is_productive(self, schema: object) -> bool:
-        """Whether a finite value may match `schema`, judged by its references and required parts."""
-        if not isinstance(schema, dict):
-            return schema is not False
-        uri = self._uri(schema)
-        if uri is not None and not self._productive.get(uri, True):
-            return False
-        if not all(self.is_productive(part) for part in _list(schema, "allOf")):
-            return False
-        for name in ("anyOf", "oneOf"):
-            options = _list(schema, name)
-            if options and not any(self.is_productive(option) for option in options):
-                return False
-        return any(self._allows(type_, schema) for type_ in _types(schema))
-
-    def _allows(self, type_: str, schema: Schema) -> bool:
-        if type_ == "object":
-            return self._object_ends(schema)
-        if type_ == "array":
-            return self._array_ends(schema)
-        return True
-
-    def _object_ends(self, schema: Schema) -> bool:
-        properties = schema.get("properties")
-        schemas = properties if isinstance(properties, dict) else {}
-        others = True if schema.get("patternProperties") else schema.get("additionalProperties")
-        return all(self.is_productive(schemas.get(name, others)) for name in _names(schema))
-
-    def _array_ends(self, schema: Schema) -> bool:
-        least = schema.get("minItems", 0)
-        if not isinstance(least, int):
-            return True
-        first = _list(schema, "prefixItems") or _list(schema, "items")
-        others = schema.get("items", True)
-        needed = first[:least]
-        if least > len(first) and isinstance(others, dict | bool):
-            needed = [*needed, others]
-        return all(self.is_productive(part) for part in needed)
-
-    def _index(self, root: Schema) -> None:
-        waiting: list[tuple[Any, str]] = [(root, "")]
-        while waiting:
-            part, base = waiting.pop()
-            if isinstance(part, dict):
-                if isinstance(identifier := part.get("$id"), str):
-                    base = urljoin(base, identifier).partition("#")[0]
-                    self._resources.setdefault(base, part)
-                if isinstance(name := part.get("$anchor"), str):
-                    self._anchors[f"{base}#{name}"] = part
-                self._bases[id(part)] = base
-                waiting += [(sub, base) for _, sub in subschemas(part)]
-
-    def _collect(self, root: Schema) -> None:
-        waiting: list[object] = [root]
-        while waiting:
-            part = waiting.pop()
-            if isinstance(part, dict):
-                uri = self._uri(part)
-                if uri is not None and uri not in self.targets:
-                    target = self._target(uri)
-                    self.targets[uri] = target
-                    waiting.append(target)
-                waiting += [sub for _, sub in subschemas(part)]
-
-    def _in_place(self, schema: object) -> Iterator[str]:
-        waiting = [schema]
-        while waiting:
-            part = waiting.pop()
-            if isinstance(part, dict):
-                uri = self._uri(part)
-                if uri is not None:
-                    yield uri
-                for name in IN_PLACE:
-                    waiting += _list(part, name)
-
-    def _uri(self, schema: Schema) -> str | None:
-        ref = schema.get("$ref")
-        if not isinstance(ref, str):
-            return None
-        base = self._bases.get(id(schema), "")
-        return base + ref if ref.startswith("#") else urljoin(base, ref)
-
-    def _target(self, uri: str) -> object:
-        """The schema at `uri`, or True if this document has none."""
-        url, _, fragment = uri.partition("#")
-        value: Any = self._resources.get(url, True)
-        if fragment and not fragment.startswith("/"):
-            return self._anchors.get(uri, True)
-        for step in fragment.split("/")[1:]:
-            key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(value, dict) and key in value:
-                value = value[key]
-            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
-                value = value[int(key)]
-            else:
-                return True
-        return value
-
-
-def _types(schema: Schema) -> tuple[str, ...]:
-    if "const" in schema or "enum" in schema:
-        return ("null",)
-    kinds = schema.get("type", TYPES)
-    if isinstance(kinds, str):
-        return (kinds,)
-    return (
-        tuple(kind for kind in kinds if isinstance(kind, str)) if isinstance(kinds, list) else TYPES
-    )
-
-
-def _names(schema: Schema) -> list[str]:
-    return [name for name in _list(schema, "required") if isinstance(name, str)]
-
-
-def _list(schema: Schema, name: str) -> list[Any]:
-    value = schema.get(name)
-    return value if isinstance(value, list) else []
-
-
-MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords with an object of schemas."""
-IN_PLACE = frozenset({"allOf", "anyOf", "oneOf"})
-"""Keywords with a list of schemas for the same value."""
-LISTS = IN_PLACE | {"prefixItems", "items"}
-"""Keywords with a list of schemas; `items` is one in older drafts."""
-SINGLES = frozenset(
-    {
-        *("items", "additionalItems", "unevaluatedItems", "contains"),
-        *("additionalProperties", "unevaluatedProperties", "propertyNames"),
-        *("not", "if", "then", "else"),
-    }
-)
-"""Keywords with one schema."""
-
-
-def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas directly within `schema`, with their paths from it; other values are left out."""
-    for name, value in schema.items():
-        if isinstance(value, list):
-            if name in LISTS:
-                yield from ((f"{name}/{index}", sub) for index, sub in enumerate(value))
-        elif isinstance(value, dict) and name in MAPS:
-            yield from ((f"{name}/{key}", sub) for key, sub in value.items())
-        elif isinstance(value, dict | bool) and name in SINGLES:
-            yield name, value
-
-
-MAX_DEPTH = 64
 SPACING = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
 """At most one space after a comma or colon and no other whitespace, so that weak models cannot generate it forever."""
 MAX_EXACT = 2**53
 """Largest magnitude below which doubles distinguish all integers."""
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+"""pydantic's pattern of a `Decimal`; look-around is not supported."""
+PLAIN_DECIMAL = r"^[+-]?(\d+\.?\d*|\.\d+)$"
+"""The same texts."""
 LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 REAL_DAY = (
     f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{LEAP_YEAR}-02-29)"
@@ -260,8 +81,42 @@ FORMATS: dict[object, Sequence[Schema]] = {
     "date-time": ({"pattern": REAL_DAY}, {"pattern": f"^.{{11}}{REAL_SECOND}"}),
     "time": ({"pattern": f"^{REAL_SECOND}"},),
     "hostname": ({"maxLength": 253},),
+    **{
+        f"uuid{version}": ({"pattern": f"^.{{14}}{version}.{{4}}[89abAB]"},)
+        for version in range(1, 9)
+    },
 }
 """The parts of formats that llguidance does not enforce."""
+ENFORCED = frozenset(
+    (
+        *(
+            "date-time",
+            "time",
+            "date",
+            "duration",
+            "email",
+            "hostname",
+            "ipv4",
+            "ipv6",
+            "uuid",
+            "uri",
+        ),
+        *FORMATS,
+    )
+)
+"""All other formats are annotations, as the standard says."""
+UUIDS = frozenset(f"uuid{version}" for version in range(1, 9))
+"""pydantic's formats."""
+NAME_ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "$schema"))
+"""Keywords of `propertyNames` that allow all names."""
+NAME_PATTERNS: dict[str, str] = {
+    "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+    "date": f"{REAL_DAY}$",
+}
+"""Formats of names."""
+OBJECT_WORDS = ("properties", "patternProperties", "additionalProperties")
+DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[3467]|draft/20(?:19-09|20-12))/schema#?")
+"""A version of JSON Schema, with whatever scheme."""
 IN_URIS = "%/:?@!$&'()*+,;=-._~"
 STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 """Users write names in references without escapes, such as `#/$defs/Page[é]`, which is not a URI (RFC 3986)."""
@@ -304,8 +159,16 @@ def make_exact(schema: Schema) -> str:
             "control characters are not supported where names that are not listed are allowed as well"
         )
     _move_bounds(parts)
-    for pointer, part in placed:
+    references = References(schema)
+    mend_unevaluated(parts, references)
+    for part in parts:
+        _mend_dialect(part)
         _mend(part)
+        _mend_format(part)
+    for pointer, part in placed:
+        _mend_names(part, references)
+        _mend_choice(part, references)
+        _mend_order(part)
         _check(part, pointer)
     references = References(schema)
     if (uri := references.loop()) is not None:
@@ -355,20 +218,118 @@ def _mend(part: Schema) -> None:
         part.pop("else", None)
     elif "then" not in part and "else" not in part:
         del part["if"]
+    if part.get("pattern") == DECIMAL:
+        part["pattern"] = PLAIN_DECIMAL
     if "contains" not in part:
         part.pop("minContains", None)
         part.pop("maxContains", None)
-    others = part.get("allOf", [])
-    if (
-        isinstance(part.get("format"), str)
-        and part["format"] in FORMATS
-        and isinstance(others, list)
-    ):
-        part["allOf"] = [*others, *map(dict, FORMATS[part["format"]])]
     for name in COUNTS:
         value = part.get(name)
         if isinstance(value, float) and value.is_integer():
             part[name] = int(value)
+
+
+def _mend_dialect(part: Schema) -> None:
+    """Write the address of a version as llguidance knows it, and remove one that names no version."""
+    named = part.get("$schema")
+    if isinstance(named, str):
+        version = DRAFT.fullmatch(named)
+        if version is None:
+            del part["$schema"]
+        else:
+            scheme = "https" if "/" in version[1] else "http"
+            part["$schema"] = f"{scheme}://json-schema.org/{version[1]}/schema"
+
+
+def _mend_format(part: Schema) -> None:
+    """Add what llguidance does not enforce of a format, and remove a format that it does not know."""
+    name, others = part.get("format"), part.get("allOf", [])
+    if not isinstance(name, str):
+        return
+    if name in FORMATS and isinstance(others, list):
+        part["allOf"] = [*others, *map(dict, FORMATS[name])]
+        part["format"] = "uuid" if name in UUIDS else name
+    elif name not in ENFORCED:
+        del part["format"]
+
+
+def _mend_names(part: Schema, references: References) -> None:
+    """Write `propertyNames` as properties or as patterns, which llguidance knows; one that allows all names goes."""
+    if "propertyNames" not in part:
+        return
+    names = references.resolved(part["propertyNames"])
+    names = {} if names is True else names
+    listed, others = part.get("properties", {}), part.get("additionalProperties", True)
+    if not isinstance(names, dict) or part.get("patternProperties") or not isinstance(listed, dict):
+        return
+    if "string" not in names.get("type", "string"):
+        return
+    rules = names.keys() - NAME_ANNOTATIONS
+    values = [names["const"]] if "const" in names else names.get("enum")
+    if not rules:
+        del part["propertyNames"]
+    elif isinstance(values, list) and rules <= {"const", "enum"}:
+        allowed = [value for value in values if isinstance(value, str)]
+        part["properties"] = {name: listed.get(name, others) for name in allowed}
+        part["additionalProperties"] = False
+        del part["propertyNames"]
+    elif not listed and (pattern := _pattern_of(names, rules)) is not None:
+        part["patternProperties"] = {pattern: others}
+        part["additionalProperties"] = False
+        del part["propertyNames"]
+
+
+def _pattern_of(names: Schema, rules: AbstractSet[str]) -> str | None:
+    """The pattern of `names`, which have `rules`; None if it takes more than one."""
+    if rules == {"pattern"} and isinstance(names["pattern"], str):
+        return names["pattern"]
+    if rules == {"format"}:
+        return NAME_PATTERNS.get(names["format"]) if isinstance(names["format"], str) else None
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    if (
+        rules <= {"minLength", "maxLength"}
+        and isinstance(least, int)
+        and isinstance(most, int | str)
+    ):
+        return f"^(?s:.{{{least},{most}}})$"
+    return None
+
+
+def _mend_choice(part: Schema, references: References) -> None:
+    """Write `oneOf` as `anyOf` where each option is a list of plain values, and no value is in two of them."""
+    options = part.get("oneOf")
+    if not isinstance(options, list) or "anyOf" in part:
+        return
+    values: list[str] = []
+    for option in map(references.resolved, options):
+        listed = option.get("enum") if isinstance(option, dict) else None
+        if isinstance(option, dict) and "const" in option:
+            listed = [option["const"]]
+        if not isinstance(listed, list) or any(isinstance(one, list | dict) for one in listed):
+            return
+        values += {_key(value) for value in listed}
+    if len(set(values)) == len(values):
+        part["anyOf"] = part.pop("oneOf")
+
+
+def _key(value: object) -> str:
+    """A text that equal values share, 1 and 1.0 among them."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value)
+
+
+def _mend_order(part: Schema) -> None:
+    """Put the keywords of an object side by side: with `allOf` between them llguidance lets no pattern count."""
+    words: list[str] = [word for word in OBJECT_WORDS if word in part]
+    if "patternProperties" not in words or len(words) == 1:
+        return
+    group = {word: part[word] for word in words}
+    ordered: Schema = {}
+    for key, value in part.items():
+        ordered |= group if key == words[0] else {key: value} if key not in group else {}
+    part.clear()
+    part |= ordered
 
 
 def _move_bounds(parts: Sequence[Schema]) -> None:

@@ -40,6 +40,8 @@ class Lexer:
     """The ending of the grammar's empty text, once one is found."""
     none_within: int = 0
     """A number of tokens within which none was found."""
+    state_bytes: int = 0
+    """Memory of the states that texts have reached so far, as `MaskComputer` measures it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ class Matcher:
 
 def short_reason(message: str) -> str:
     """A message of llguidance without the source and the state that it echoes."""
-    for echo in ("\n<state>", "<grammar>", "<non-verbose/>"):
+    for echo in ("\n<state>", "<grammar>", "<non-verbose/>", " while processing json-schema:"):
         message = message.split(echo, maxsplit=1)[0]
     message = SOURCE_LINE.split(message, maxsplit=1)[0]
     message = message.partition("failed to compile JSON schema: ")[2] or message

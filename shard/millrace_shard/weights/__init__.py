@@ -1,5 +1,5 @@
 """Model files: from a name to a local folder, and from a folder to the tensors of one rank.
 
 Entry points: `hub.resolve`, `weights.Weights`.
-May import: kernels, device.
+Imports: device, errors, kernels, millrace_proto, variables, weights.gguf, weights.quantized.
 """

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from glob import escape
 from pathlib import Path
 from typing import TypeVar
@@ -29,9 +29,12 @@ from millrace_shard.weights.checkpoint_files import (
     INDEX,
     IncompleteModelError,
     RemoteFile,
+    gguf_files,
     metadata_files,
+    refuse_other_kinds,
     weight_files,
 )
+from millrace_shard.weights.gguf.file_names import lines_aside, tags
 
 CONNECT_SECONDS = 5.0
 PORTS = {"http": 80, "https": 443}
@@ -151,23 +154,39 @@ class HubAccess:
 
 
 def download_snapshot(
-    model_id: str, *, revision: str | None, access: HubAccess, needs_weights: bool = True
+    model_id: str,
+    *,
+    revision: str | None,
+    access: HubAccess,
+    needs_weights: bool = True,
+    tag: str | None = None,
+    may_be_gguf: bool = True,
 ) -> Path:
     """Download the missing files of one commit, without `needs_weights` only the small ones; returns their folder.
 
-    Weights are downloaded last, so a snapshot with weights is complete. Raises IncompleteModelError,
-    PickledWeightsError, or the hub client's errors after `TRIES` attempts, at once for errors that a retry cannot fix.
+    With a `tag`, or if there are GGUF files in place of safetensors and `may_be_gguf`, it is the path of a GGUF file,
+    which is downloaded as a whole, since it has configuration and tokenizer as well. Weights are downloaded last, so a
+    snapshot with weights is complete. Raises IncompleteModelError, PickledWeightsError, or the hub client's errors
+    after `TRIES` attempts, at once for errors that a retry cannot fix.
     """
+    choose = partial(gguf_files, tag=tag) if may_be_gguf else lambda _: None
     return _retried(
-        lambda: _download(model_id, revision, access, needs_weights=needs_weights),
+        lambda: _download(model_id, revision, access, needs_weights=needs_weights, choose=choose),
         what=model_id,
         access=access,
     )
 
 
 def _download(
-    model_id: str, revision: str | None, access: HubAccess, *, needs_weights: bool
+    model_id: str,
+    revision: str | None,
+    access: HubAccess,
+    *,
+    needs_weights: bool,
+    choose: Callable[[Sequence[RemoteFile]], list[RemoteFile] | None],
 ) -> Path:
+    """The folder of the snapshot, or the first of the GGUF files that `choose` returns of all files."""
+
     def fetch(files: Sequence[RemoteFile]) -> Path:
         # Files are requested by the name of the revision, so that the cache maps the name to its commit.
         folder = snapshot_download(
@@ -183,14 +202,41 @@ def _download(
     api = HfApi(endpoint=access.endpoint, token=access.token)
     info = api.model_info(model_id, revision=revision, files_metadata=True)
     files = [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
+    if (parts := choose(files)) is not None:
+        _log_choice(model_id, parts[0].path, [file.path for file in files])
+        return _with_progress(fetch, parts, model_id, access) / parts[0].path
     small = metadata_files(files)
     if not small:
         raise IncompleteModelError("the configuration and the tokenizer are missing")
     folder = fetch(small)
+    refuse_other_kinds(folder)
     if not needs_weights:
         return folder
     index = folder / INDEX
     weights = weight_files(files, index=index.read_bytes() if index.is_file() else None)
+    return _with_progress(fetch, weights, model_id, access)
+
+
+def _log_choice(model_id: str, name: str, names: Sequence[str]) -> None:
+    others = [tag for tag in tags(names) if tag not in tags([name])]
+    log.info(
+        "%s: serving %s%s",
+        model_id,
+        name,
+        f"; {model_id}:TAG chooses another one, TAG being one of {', '.join(others)}"
+        if others
+        else "",
+    )
+    for line in lines_aside(names):
+        log.info("%s", line)
+
+
+def _with_progress(
+    fetch: Callable[[Sequence[RemoteFile]], Path],
+    weights: Sequence[RemoteFile],
+    model_id: str,
+    access: HubAccess,
+) -> Path:
     blobs = access.cache / f"models--{model_id.replace('/', '--')}" / "blobs"
     total = sum(file.size for file in weights)
     what = "1 weight file" if len(weights) == 1 else f"{len(weights)} weight files"

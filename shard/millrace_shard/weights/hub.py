@@ -8,15 +8,17 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -30,6 +32,8 @@ from millrace_shard.weights.checkpoint_files import (
     PickledWeightsError,
     missing_files,
     missing_small_files,
+    no_such_tag,
+    refuse_other_kinds,
 )
 from millrace_shard.weights.download import (
     REPORT_SECONDS,
@@ -39,7 +43,21 @@ from millrace_shard.weights.download import (
     download_snapshot,
     first_line,
 )
-from millrace_shard.weights.published import PublishedModel, fetch_published, published_model
+from millrace_shard.weights.gguf.file_names import (
+    SUFFIX,
+    chosen,
+    in_short,
+    lines_aside,
+    models,
+    part_names,
+)
+from millrace_shard.weights.gguf.known_folders import known_folder, remember_folder
+from millrace_shard.weights.published import (
+    NO_SAMPLING,
+    PublishedModel,
+    fetch_published,
+    published_model,
+)
 
 
 def private_folder(shared: Path) -> Path:
@@ -63,8 +81,6 @@ DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
     PickledWeightsError,
     IncompleteModelError,
 )
-
-GGUF = ".gguf"
 
 log = logging.getLogger(__name__)
 
@@ -119,27 +135,40 @@ def resolve(
 ) -> Path:
     """The local folder with config, weights and tokenizer.json of `model_id`: a path, a published model, a hub name.
 
-    The model is downloaded if the cache lacks it. The path may name a GGUF file, whose tokenizer may come from another
-    model, `tokenizer`. Raises ModelError, whose text names the remedy.
+    The model is downloaded if the cache lacks it. The path may name a GGUF file, and the name on the hub one by its
+    block type, as in `org/repo:Q4_K_M`. Its tokenizer may come from another model, `tokenizer`. Raises ModelError,
+    whose text names the remedy.
     """
-    path = Path(model_id).expanduser()
+    path, (name, tag) = Path(model_id).expanduser(), split_tag(model_id)
     if settings.weights_override is None:
         if (published := published_model(model_id)) is not None:
             path = _published_file(published, revision=revision, settings=settings)
-            return _from_gguf(path, tokenizer=tokenizer, settings=settings)
+            sampling = published.sampling
+            return _from_gguf(path, tokenizer=tokenizer, settings=settings, sampling=sampling)
         if is_file_name(model_id):
             return _from_gguf(path, tokenizer=tokenizer, settings=settings)
+    folder = settings.weights_override or (path if path.is_dir() else None)
+    if folder is None and is_path(model_id):
+        raise HubError(f"folder {model_id} does not exist")
+    if folder is None:
+        found = _from_hub(name, tag, revision, settings, may_lack_weights=tokenizer is not None)
+    else:
+        found = only_gguf(folder, None if path.is_dir() else tag) or folder
+    if found.is_file():
+        return _from_gguf(found, tokenizer=tokenizer, settings=settings)
     if tokenizer is not None:
         raise HubError(
             f"--tokenizer-name={tokenizer} is for GGUF files only; {model_id} has its own tokenizer"
         )
-    if settings.weights_override is not None:
-        return _with_tokenizer(_local(settings.weights_override, settings), settings)
-    if path.is_dir():
-        return _with_tokenizer(_local(path, settings), settings)
-    if is_path(model_id):
-        raise HubError(f"folder {model_id} does not exist")
-    return _with_tokenizer(_from_hub(model_id, revision=revision, settings=settings), settings)
+    return _with_tokenizer(found if folder is None else _local(folder, settings), settings)
+
+
+def split_tag(model_id: str) -> tuple[str, str | None]:
+    """The parts of `org/repo:Q4_K_M`: a name on the hub and a block type, None where there is only a name."""
+    name, _, tag = model_id.partition(":")
+    if not tag or is_path(name) or "/" not in name or Path(model_id).exists():
+        return model_id, None
+    return name, tag
 
 
 def is_path(model_id: str) -> bool:
@@ -147,10 +176,25 @@ def is_path(model_id: str) -> bool:
     return model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1
 
 
+def only_gguf(folder: Path, tag: str | None = None) -> Path | None:
+    """The one GGUF file of a folder without other weights, or a part of the one split file; None for other folders.
+
+    With a `tag`, it is the one of that block type. Raises HubError if there is none.
+    """
+    if not folder.is_dir() or (tag is None and any(folder.glob("*.safetensors"))):
+        return None
+    names = models(path.name for path in folder.iterdir())
+    if tag is not None:
+        if (name := chosen(names, tag)) is None:
+            raise HubError(f"{folder}: {no_such_tag(tag, names)}")
+        return folder / name
+    return folder / names[0] if len(names) == 1 else None
+
+
 def is_file_name(model_id: str) -> bool:
     """Whether `model_id` names a GGUF file, which need not exist."""
     path = Path(model_id).expanduser()
-    if path.suffix == GGUF:
+    if path.suffix == SUFFIX:
         return not path.is_dir()
     return is_path(model_id) and path.is_file()
 
@@ -168,18 +212,42 @@ def _published_file(model: PublishedModel, *, revision: str | None, settings: Hu
     )
 
 
-def _from_gguf(path: Path, *, tokenizer: str | None, settings: HubSettings) -> Path:
+def _from_gguf(
+    path: Path,
+    *,
+    tokenizer: str | None,
+    settings: HubSettings,
+    sampling: Mapping[str, float] = NO_SAMPLING,
+) -> Path:
     if not path.is_file():
         raise HubError(f"file {path} does not exist")
+    for line in lines_aside(each.name for each in path.parent.iterdir() if each.name != path.name):
+        log.info("%s", line)
     source = None if tokenizer is None else _tokenizer_folder(tokenizer, settings)
-    # The import brings torch, which takes a second.
+    return _beside(settings, lambda root: _prepared(path, root / "gguf", source, sampling))
+
+
+def _prepared(
+    path: Path, root: Path, tokenizer: Path | None, sampling: Mapping[str, float]
+) -> Path:
+    """The folder of a GGUF file below `root`, which is found by the states of the files if it was made before."""
+    folder = known_folder(path, root, tokenizer, sampling)
+    if folder is not None:
+        return folder
+    # The import brings torch, which takes seconds.
     from millrace_shard.weights.gguf.folder import prepare_gguf  # noqa: PLC0415
 
+    folder = prepare_gguf(path, root, tokenizer=tokenizer, sampling=sampling)
+    remember_folder(folder, path, root, tokenizer, sampling)
+    return folder
+
+
+def _beside(settings: HubSettings, make: Callable[[Path], Path]) -> Path:
+    """Make files in the folder for such files, or in one below the system's temporary folder if it is read-only."""
     try:
-        return prepare_gguf(path, settings.side_root / "gguf", tokenizer=source)
+        return make(settings.side_root)
     except PermissionError:
-        root = private_folder(Path(tempfile.gettempdir()))
-        return prepare_gguf(path, root / "gguf", tokenizer=source)
+        return make(private_folder(Path(tempfile.gettempdir())))
 
 
 def _tokenizer_folder(name: str, settings: HubSettings) -> Path:
@@ -203,32 +271,52 @@ def _tokenizer_from_hub(name: str, settings: HubSettings) -> Path:
             f"{TOKENIZER} of {name} is not in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the download"
         )
     try:
-        return download_snapshot(name, revision=None, access=settings.access, needs_weights=False)
+        return download_snapshot(
+            name, revision=None, access=settings.access, needs_weights=False, may_be_gguf=False
+        )
     except DOWNLOAD_FAILURES as error:
         raise HubError(explain(error, name, revision=None, settings=settings)) from error
 
 
 def _local(folder: Path, settings: HubSettings) -> Path:
     try:
+        refuse_other_kinds(folder)
         missing = settings.missing(folder)
     except PickledWeightsError as error:
         raise HubError(
             f"{folder}: {error}; convert them with: millrace-shard convert {folder}"
         ) from error
     if missing:
-        files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
-        hint = f"; name the file to serve it: --model-id {folder / files[0]}" if files else ""
+        files = models(path.name for path in folder.iterdir())
+        several = f" (it has {in_short(files)})" if len(files) > 1 else ""
+        hint = f"; name the file to serve{several}: --model-id {folder / files[0]}" if files else ""
         raise HubError(f"{folder} has no {', '.join(missing)}{hint}")
     return folder.resolve()
 
 
-def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> Path:
-    cached, missing = _cached(model_id, revision=revision, settings=settings)
+def _from_hub(
+    model_id: str,
+    tag: str | None,
+    revision: str | None,
+    settings: HubSettings,
+    *,
+    may_lack_weights: bool,
+) -> Path:
+    """The folder of a model, or the GGUF file of the block type `tag`; a GGUF file also if safetensors are missing.
+
+    With `may_lack_weights`, safetensors are not downloaded.
+    """
+    cached, missing = (None, []) if tag else _cached(model_id, revision, settings)
+    # Only the hub knows whether a repository has safetensors, too, and all its types.
+    file = _cached_gguf(model_id, tag, revision, settings) if tag or settings.offline else None
+    if file is not None and (cached is None or missing):
+        cached, missing = file, []
     if cached is not None and not missing:
         log.info("found %s in %s", model_id, cached)
         return cached
     if settings.offline:
-        at = f" at revision {revision}" if revision else ""
+        at = f":{tag}" if tag else ""
+        at += f" at revision {revision}" if revision else ""
         what = f"lacks {', '.join(missing)}" if cached is not None else "is not"
         raise HubError(
             f"{model_id}{at} {what} in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the"
@@ -239,18 +327,46 @@ def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> 
             model_id,
             revision=revision,
             access=settings.access,
-            needs_weights=settings.needs_weights,
+            needs_weights=settings.needs_weights and not may_lack_weights,
+            tag=tag,
         )
     except DOWNLOAD_FAILURES as error:
+        file = _cached_gguf(model_id, tag, revision, settings)
+        if isinstance(error, HubUnreachableError) and file is not None:
+            log.warning("%s; serving %s, which is in the cache", error, file)
+            return file
         raise HubError(explain(error, model_id, revision=revision, settings=settings)) from error
-    missing = settings.missing(folder)
+    missing = [] if folder.is_file() or may_lack_weights else settings.missing(folder)
     if missing:
         raise HubError(f"the repository {model_id} has no {', '.join(missing)}")
     return folder
 
 
+def _cached_gguf(
+    model_id: str, tag: str | None, revision: str | None, settings: HubSettings
+) -> Path | None:
+    """The GGUF file that the rule chooses among those in the cache; None if it lacks a part."""
+    try:
+        # Without patterns it would ask for all files of the repository.
+        snapshot = snapshot_download(
+            model_id,
+            revision=revision,
+            cache_dir=settings.access.cache,
+            local_files_only=True,
+            allow_patterns=[],
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    folder = Path(snapshot)
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    name = chosen(names, tag)
+    if name is None or any(part not in names for part in part_names(name)):
+        return None
+    return folder / name
+
+
 def _cached(
-    model_id: str, *, revision: str | None, settings: HubSettings
+    model_id: str, revision: str | None, settings: HubSettings
 ) -> tuple[Path | None, list[str]]:
     """The cached snapshot, if any, and the names of the files that it lacks."""
     config = cached_file(model_id, "config.json", revision=revision, cache=settings.access.cache)
@@ -312,13 +428,8 @@ def explain(  # noqa: PLR0911
 def _with_tokenizer(folder: Path, settings: HubSettings) -> Path:
     if (folder / TOKENIZER).is_file():
         return folder
-    # Most models need no conversion, and this import takes seconds.
-
     log.info("building tokenizer.json, which %s lacks", folder)
-    try:
-        return with_fast_tokenizer(folder, side_root=settings.side_root)
-    except PermissionError:
-        return with_fast_tokenizer(folder, side_root=private_folder(Path(tempfile.gettempdir())))
+    return _beside(settings, lambda root: with_fast_tokenizer(folder, side_root=root))
 
 
 def with_fast_tokenizer(folder: Path, *, side_root: Path) -> Path:

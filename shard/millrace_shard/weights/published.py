@@ -16,12 +16,15 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import IO
 
 from millrace_shard.errors import ModelError
 from millrace_shard.weights.download import MIB, DownloadProgress, folder_bytes
+
+NO_SAMPLING: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class PublishedModel:
     sha256: str
     """The SHA-256 of the GGUF file, in hexadecimal digits."""
     licence: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What its model card samples with, in the terms of generation_config.json."""
 
     @property
     def requirement(self) -> str:
@@ -64,6 +69,7 @@ PUBLISHED_MODELS: Mapping[str, PublishedModel] = {
             num_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
+            sampling={"temperature": 0.2, "top_p": 0.9},
         ),
     )
 }

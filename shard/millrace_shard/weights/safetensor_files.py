@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
-from millrace_shard.weights.json_object import parse_json
+from millrace_shard.weights.checkpoint_files import INDEX, SINGLE, is_stale
+from millrace_shard.weights.json_object import parse_json_file
 
 ON_LINUX = sys.platform == "linux"
 MAPS = Path("/proc/self/maps")
@@ -65,14 +66,18 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 PREFIX = "model."
+FORMER_PREFIX = "transformer."
+"""In place of it in older families."""
 TEXT_PREFIXES = ("language_model.", "model.language_model.", "model.text_model.")
 """Prefixes of the text model in multimodal checkpoints."""
 _PREFIX = "|".join(map(re.escape, TEXT_PREFIXES))
-LAYER = re.compile(rf"(?:{_PREFIX})?(?:model\.)?layers\.(\d{{1,9}})\.")
+LAYER = re.compile(
+    rf"(?:(?:{_PREFIX})?(?:(?:model|backbone)\.)?layers|(?:transformer\.)?(?:blocks|h))\.(\d{{1,9}})\."
+)
 """Begins the names of the text model's layers."""
+DENSE, SAVED_DENSE = re.compile(r"\.mlp\.(gate|up|down)_proj\."), r".block_sparse_moe.\1_proj."
+"""Linears of dense layers, and as transformers saves them of Kimi Linear, with the names of layers with experts."""
 ROWS_PER_PASS = 4096
 """Rows of two tensors that are compared at a time."""
 
@@ -136,9 +141,11 @@ class SafetensorFiles:
 
     def stored_name(self, name: str) -> str | None:
         """The name in the file; None if there is no such tensor."""
-        bare = name.removeprefix(PREFIX)
+        bare = name.removeprefix(PREFIX).removeprefix(FORMER_PREFIX)
         others = (f"{prefix}{part}" for prefix in TEXT_PREFIXES for part in (name, bare))
-        stored = next((n for n in (name, bare, PREFIX + name, *others) if n in self._paths), None)
+        saved = DENSE.sub(SAVED_DENSE, name)
+        names = name, bare, PREFIX + name, *others, saved
+        stored = next((n for n in names if n in self._paths), None)
         if stored is not None:
             self._asked.add(stored)
         return stored
@@ -215,10 +222,11 @@ class SafetensorFiles:
         return stored
 
     def _find(self, folder: Path) -> dict[str, Path]:
-        index = folder / INDEX
+        index, single = folder / INDEX, folder / SINGLE
         if index.is_file():
-            return _read_index(index)
-        single = folder / SINGLE
+            named = _read_index(index)
+            if not single.is_file() or not is_stale({path.name for path in named.values()}):
+                return named
         paths = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
         if not paths:
             raise WeightsError(f"no {SINGLE} and no {INDEX} in {folder}")
@@ -240,9 +248,9 @@ class SafetensorFiles:
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        names = parse_json(index.read_bytes())["weight_map"]
+        names = parse_json_file(index)["weight_map"]
         files = {str(name): str(file) for name, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is damaged: {error!r}") from error
     for file in files.values():
         if Path(file).name != file:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,15 +16,18 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import copy_to
 from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.quantized import QuantizedTensor
-from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_shard.weights.gguf.files import MODEL, GgufFiles
+from millrace_shard.kernels.stored_weight import Origin, Part, StoredWeight, UnreadParts
+from millrace_shard.weights.checkpoint_files import SINGLE
+from millrace_shard.weights.gguf.files import GgufFiles
+from millrace_shard.weights.gguf.known_folders import MODEL
+from millrace_shard.weights.packed_weights import PackedWeights
 from millrace_shard.weights.quantized.fp4 import read_expert
 from millrace_shard.weights.quantized.linear_reader import LinearReader
 from millrace_shard.weights.quantized.made_at_load import MadeAtLoad, quantized
 from millrace_shard.weights.quantized.module_tensors import Cut, ModuleTensors, Span
 from millrace_shard.weights.quantized.quantization import Quantization
 from millrace_shard.weights.read_ahead import LoadProgress, ReadAhead
-from millrace_shard.weights.safetensor_files import SINGLE, SafetensorFiles
+from millrace_shard.weights.safetensor_files import SafetensorFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,10 @@ class Columns:
         return start, start + count * self.unit_size
 
 
+logger = logging.getLogger(__name__)
+
+VALUES = "values"
+"""The route of codes that are kept as numbers of the model's dtype."""
 FILL_ELEMENTS = 1 << 24
 """Values that are read at a time to fill a tensor: files with quantised blocks decode them into memory."""
 
@@ -75,10 +84,17 @@ class Weights:
         group: ProcessGroup,
         file: str = SINGLE,
         quantization: Quantization | MadeAtLoad | None = None,
+        packed: PackedWeights | None = None,
     ) -> None:
-        """Open the checkpoint in `folder`, or only `file` in it, which is quantised, or to be quantised, so."""
+        """Open the checkpoint in `folder`, or only `file` in it, which is quantised, or to be quantised, so.
+
+        With `packed`, codes that an earlier start has packed are not read.
+        """
         self.files = open_files(folder, file)
-        self._ahead = ReadAhead(self.files.paths())
+        self._packed = packed
+        self._slow: dict[str, list[str]] = {}
+        is_kept = packed is not None and packed.is_kept
+        self._ahead = ReadAhead([] if is_kept else self.files.paths())
         self._progress = LoadProgress(self.files.num_bytes())
         self.dtype = dtype
         self._device = device
@@ -97,7 +113,14 @@ class Weights:
     def check_layers(self, count: int) -> None:
         self.files.check_layers(count)
 
+    def stored_names(self) -> Iterable[str]:
+        """The names of the tensors in safetensors files; none of other files."""
+        return self.files.names() if isinstance(self.files, SafetensorFiles) else ()
+
     def close(self) -> None:
+        for reason, names in self._slow.items():
+            logger.warning("%s: %s", reason, in_short(names))
+        self._slow.clear()
         self._ahead.close()
         self._views.clear()
         self.files.close()
@@ -117,8 +140,17 @@ class Weights:
 
     def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
         """The rank's outputs of all `parts`, each [rows, inputs]; valid until `release`."""
-        cut_parts = [self._linear(part.name, self._column_cut(part, inputs)) for part in parts]
-        return StoredWeight(tuple(cut_parts), self.dtype, self._device, self._copy)
+        return self._cut([(part.name, self._column_cut(part, inputs)) for part in parts])
+
+    def dense(self, part: Columns, inputs: int) -> Tensor:
+        """The rank's outputs [rows, inputs] as numbers; codes of the file are dequantised, and none are made."""
+        cut = self._column_cut(part, inputs)
+        if (codes := self._read_codes(part.name, cut)) is not None:
+            return StoredWeight((codes,), self.dtype, self._device, self._copy).copied()
+        start, end = cut.rows
+        out = self._new(end - start, inputs)
+        self._fill(out, part.name, (part.rows, inputs), cut.rows)
+        return out
 
     def biases(self, parts: Sequence[Columns]) -> Tensor:
         """The rank's outputs of all `parts`, each [rows]."""
@@ -149,7 +181,7 @@ class Weights:
         share = inputs // self._world_size
         span = (self._rank * share, (self._rank + 1) * share)
         cut = Cut(outputs=outputs, inputs=inputs, rows=(0, outputs), columns=span)
-        return StoredWeight((self._linear(name, cut),), self.dtype, self._device, self._copy)
+        return self._cut([(name, cut)])
 
     def has_stacked_codes(self, name: str) -> bool:
         return f"{name}_blocks" in self.files
@@ -177,11 +209,28 @@ class Weights:
         self._note(values, self.files.stored_bytes(name) // shape[0])
         return values[0]
 
-    def stored(self, *parts: Tensor | QuantizedTensor) -> StoredWeight:
-        made_parts = tuple(
-            self._made_of(part) if isinstance(part, Tensor) else part for part in parts
+    def span(self, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> Tensor:
+        """Rows of a tensor of `shape`, in the dtype of the file; valid until `release`."""
+        self._check(name, shape)
+        values = self.files.read(name, dim=0, span=span)
+        self._note(values, values.nbytes)
+        return values
+
+    def stored(
+        self,
+        name: str,
+        index: int,
+        shape: tuple[int, int],
+        read: Callable[[], Iterable[Part]],
+    ) -> StoredWeight:
+        """The rank's weight `shape` [out, in] of element `index` of the stacked experts `name`; `read` reads it."""
+        is_coded = self._made is not None or self.has_stacked_codes(name)
+        return self._weight(
+            f"{name}.{index}",
+            shape,
+            lambda: (self._made_of(part) if isinstance(part, Tensor) else part for part in read()),
+            is_coded=is_coded,
         )
-        return StoredWeight(made_parts, self.dtype, self._device, self._copy)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""
@@ -189,6 +238,8 @@ class Weights:
         stored = self._codes(name, vocab_size, hidden_size, (start, end))
         if stored is None:
             self._check(name, (vocab_size, hidden_size))
+        elif (kept := stored.packed(VALUES)) is not None:
+            return kept.view(self.dtype).view(share, hidden_size)
         out = self._new(share, hidden_size)
         if stored is not None:
             out[: end - start] = stored.copied()
@@ -196,6 +247,8 @@ class Weights:
         else:
             self._fill(out[: end - start], name, (vocab_size, hidden_size), (start, end))
         out[end - start :] = 0
+        if stored is not None:
+            stored.keep(VALUES, out.view(-1).view(torch.uint8))
         return out
 
     def has_codes(self, name: str) -> bool:
@@ -215,10 +268,13 @@ class Weights:
 
     def made_head(self, weight: Tensor) -> StoredWeight:
         """An output head that is not quantised in the files, quantised if the head is to be."""
-        if self._made is None or self._made.head is None:
+        quantize = None if self._made is None else self._made.head
+        if quantize is None:
             return StoredWeight.of(weight)
-        part = quantized(weight, self._made.head)
-        return StoredWeight((part,), self.dtype, self._device, self._copy)
+        outputs, inputs = weight.shape
+        return self._weight(
+            "head", (outputs, inputs), lambda: [quantized(weight, quantize)], is_coded=True
+        )
 
     def release(self) -> None:
         """Release the pages of all stored weights, which must have been packed or copied."""
@@ -226,6 +282,40 @@ class Weights:
             self.files.release(values)
             self._count(num_bytes)
         self._views.clear()
+
+    def _weight(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        read: Callable[[], Iterable[Part]],
+        *,
+        is_coded: bool,
+    ) -> StoredWeight:
+        """A weight that is read at once, or, if it consists of codes that may be kept, when it is used."""
+        origin = Origin(name=name, warn=self._warn, packed=self._packed)
+        later = is_coded and self._packed is not None
+        parts = UnreadParts(shape, read) if later else tuple(read())
+        return StoredWeight(parts, self.dtype, self._device, self._copy, origin)
+
+    def _warn(self, reason: str, name: str) -> None:
+        self._slow.setdefault(reason, []).append(name)
+
+    def _cut(self, cuts: Sequence[tuple[str, Cut]]) -> StoredWeight:
+        """The parts `cuts` of tensors, which a fused module has all in one tensor."""
+        rows = sum(cut.rows[1] - cut.rows[0] for _, cut in cuts)
+        first, end = cuts[0][1].columns
+        names = (f"{name}{[*cut.rows, *cut.columns]}" for name, cut in cuts)
+        return self._weight(
+            " ".join(names),
+            (rows, end - first),
+            lambda: [self._linear(name, cut) for name, cut in cuts],
+            is_coded=self._made is not None or all(self._holds_codes(name) for name, _ in cuts),
+        )
+
+    def _holds_codes(self, name: str) -> bool:
+        if isinstance(self.files, GgufFiles):
+            return name in self.files and self.files.format(name).split is not None
+        return self.has_codes(name)
 
     def _span(self, part: Columns) -> tuple[int, int]:
         return part.span(self._rank, self._world_size)
@@ -274,10 +364,11 @@ class Weights:
     def _codes(self, name: str, outputs: int, inputs: int, rows: Span) -> StoredWeight | None:
         """Rows of a weight that is quantised in the files; None if it is not."""
         cut = Cut(outputs=outputs, inputs=inputs, rows=rows, columns=(0, inputs))
-        codes = self._read_codes(name, cut)
-        if codes is None:
-            return None
-        return StoredWeight((codes,), self.dtype, self._device, self._copy)
+        if self._holds_codes(name):
+            return self._cut([(name, cut)])
+        # This checks that the file has no scales of a weight without codes.
+        self._read_codes(name, cut)
+        return None
 
     def _column_cut(self, part: Columns, inputs: int) -> Cut:
         return Cut(outputs=part.rows, inputs=inputs, rows=self._span(part), columns=(0, inputs))
@@ -307,6 +398,24 @@ class Weights:
         """Count the bytes of a whole tensor, whatever part this rank reads: their total is the size of the files."""
         self._ahead.used(num_bytes)
         self._progress.add(num_bytes)
+
+
+LAYER = re.compile(r"\.(\d+)\.")
+PART = re.compile(r"\[[^]]*]|\.weight")
+
+
+def in_short(names: Iterable[str]) -> str:
+    """The names of weights by layers, such as `layers.{0,1,5}.self_attn.q_proj`, without rows and columns."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        short = PART.sub("", name)
+        number = LAYER.search(short)
+        listed = layers.setdefault(LAYER.sub(".{}.", short), [])
+        if number is not None and number[1] not in listed:
+            listed.append(number[1])
+    return ", ".join(
+        name.replace("{}", "{" + ",".join(numbers) + "}") for name, numbers in layers.items()
+    )
 
 
 def checkpoint_bytes(folder: Path) -> int:

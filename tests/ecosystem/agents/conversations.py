@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.ecosystem import prepare
+from tests.ecosystem.agents.coding import CODING_AGENTS, NotInstalled, run_task
+from tests.ecosystem.running import run_cases, run_quietly
 
 HERE = Path(__file__).parent
 PROGRAMS = prepare.CLIENTS / "agents"
-SECONDS = 120
-QUIET = {
-    "AIDER_ANALYTICS": "false",
-    "DO_NOT_TRACK": "1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-}
-"""Keeps agents from asking servers of their makers for anything."""
 SCRIPTED: Mapping[str, str] = {
     "anthropic_agent": "anthropic",
     "langgraph_agent": "langchain",
@@ -31,26 +24,6 @@ SCRIPTED: Mapping[str, str] = {
 """Programs of agents, and their environments."""
 CODEX = {"codex": "tgi", "codex_custom": "gpt-5.6-sol"}
 """Scripts of the model for Codex, and names of models: by the name, Codex chooses its tools."""
-
-
-class NotInstalled(Exception):  # noqa: N818
-    """An agent that is not installed here."""
-
-
-def run_quietly(command: Sequence[str], folder: Path, **environment: str) -> str:
-    """The output of a command that succeeds; a failure's message has the output too."""
-    answer = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        cwd=folder,
-        env={**os.environ, **QUIET, **environment},
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
 
 
 def python_of(environment: str) -> str:
@@ -65,14 +38,13 @@ def run_client(name: str, url: str) -> None:
     """Run the cases of a client's script."""
     modules = os.pathsep.join(map(str, (HERE, prepare.CLIENTS)))
     command = [python_of(SCRIPTED[name]), f"{name}.py", url]
-    said = run_quietly(command, PROGRAMS, PYTHONPATH=modules)
-    assert "passed " in said, said
+    run_cases(command, PROGRAMS, PYTHONPATH=modules)
 
 
 def run_codex(script: str, url: str, folder: Path) -> None:
     """Let Codex write a file with a command, and read it."""
-    command = prepare.codex()
-    if command is None:
+    program, node = prepare.coding_agent("codex"), prepare.node()
+    if program is None or node is None:
         raise NotInstalled("Codex is missing: make test-all SUITE=ecosystem installs it")
     home, work = folder / "home", folder / "work"
     home.mkdir()
@@ -83,7 +55,9 @@ def run_codex(script: str, url: str, folder: Path) -> None:
     )
     options = ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
     said = run_quietly(
-        [*command, "exec", *options, f"script:{script} Grind."], work, CODEX_HOME=str(home)
+        [str(node), str(program), "exec", *options, f"script:{script} Grind."],
+        work,
+        CODEX_HOME=str(home),
     )
     events = [json.loads(line) for line in said.splitlines()]
     items = [event["item"] for event in events if event["type"] == "item.completed"]
@@ -138,5 +112,9 @@ def conversations() -> dict[str, Callable[[str, Path], None]]:
     made |= {
         script: lambda url, folder, script=script: run_codex(script, url, folder)  # type: ignore[misc]
         for script in CODEX
+    }
+    made |= {
+        f"{name}_task": lambda url, folder, name=name: run_task(name, url, folder)  # type: ignore[misc]
+        for name in CODING_AGENTS
     }
     return made | {"aider": run_aider}

@@ -10,17 +10,15 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from aiohttp import web
-from bench.harness.server import free_port
 from tests.ecosystem import prepare
-from tests.ecosystem.agents.conversations import NotInstalled, conversations
-from tests.ecosystem.agents.server import scripted_server
+from tests.ecosystem.agents.coding import NotInstalled
+from tests.ecosystem.agents.conversations import conversations
+from tests.ecosystem.agents.server import proxy, scripted_server
 
 RECORDED = prepare.ROOT / "tests" / "router" / "agents" / "recorded"
 LONGEST = 60
@@ -35,43 +33,20 @@ _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b[0-9a-f]{24,}\b
 Sent = dict[str, dict[str, Any]]
 
 
-@asynccontextmanager
-async def proxy(url: str, sent: Sent) -> AsyncIterator[str]:
-    """Serve what `url` serves, and keep the last request of each script in `sent`; yields the URL to ask."""
-
+def keeping(sent: Sent) -> Callable[[web.Request, bytes], bytes]:
+    """What a proxy does with bodies to keep the last one of each script in `sent`."""
     names: list[str] = []
 
-    async def forward(request: web.Request) -> web.StreamResponse:
-        body = await request.read()
+    def keep(request: web.Request, body: bytes) -> bytes:
         names.extend(_NAME.findall(body.decode(errors="replace"))[:1])
         if request.method == "POST" and not request.path.endswith("count_tokens"):
             headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
             kept = {"path": request.path_qs, "headers": headers, "body": shrunk(json.loads(body))}
             # A request that refers to an earlier one does not have its text.
             sent[names[-1]] = kept
-        given = {key: value for key, value in request.headers.items() if key.lower() != "host"}
-        async with (
-            aiohttp.ClientSession(auto_decompress=False) as session,
-            session.request(
-                request.method, url + request.path_qs, data=body, headers=given
-            ) as answer,
-        ):
-            response = web.StreamResponse(status=answer.status)
-            response.headers.update(
-                {k: v for k, v in answer.headers.items() if k.lower() != "transfer-encoding"}
-            )
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            return response
+        return body
 
-    app = web.Application(client_max_size=2**28)
-    app.router.add_route("*", "/{path:.*}", forward)
-    runner, port = web.AppRunner(app, access_log=None), free_port()
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    yield f"http://127.0.0.1:{port}"
-    await runner.cleanup()
+    return keep
 
 
 def shrunk(value: Any) -> Any:
@@ -90,7 +65,7 @@ async def record(names: Collection[str]) -> None:
     """Hold these conversations, or all; an agent that is not installed keeps what was recorded of it."""
     sent: Sent = {}
     with tempfile.TemporaryDirectory() as scratch, scripted_server(Path(scratch)) as server:
-        async with proxy(server.url, sent) as url:
+        async with proxy(server.url, keeping(sent)) as url:
             for name, hold in conversations().items():
                 if names and name not in names:
                     continue

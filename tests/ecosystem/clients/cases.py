@@ -1,4 +1,4 @@
-"""Runs the functions of a client script, each a case; prints a line for each and fails if any did."""
+"""Runs the cases of a client script; prints a line for each and fails if any did."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, TypeGuard, TypeVar
 
 Error = TypeVar("Error", bound=Exception)
 
+CASES = tuple({name: "str", "return": "None"} for name in ("base_url", "url"))
+"""Annotations of a case."""
 PROMPT = "The mill stands by the river and"
 MESSAGES = [{"role": "user", "content": "What does a mill do?"}]
 QUESTION = [{"role": "user", "content": "Which way does the wind blow?"}]
@@ -80,14 +83,19 @@ def raised(kind: type[Error], call: Callable[[], object]) -> Error:
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
-def run(cases: Sequence[Callable[[str], None]]) -> None:
-    """Call every case with the base URL that is the script's first argument.
+def is_case(value: object) -> TypeGuard[FunctionType]:
+    """Whether it is a function that takes a base URL and returns nothing."""
+    return isinstance(value, FunctionType) and value.__annotations__ in CASES
+
+
+def run(script: Mapping[str, object]) -> None:
+    """Call every case of a script, whose `globals()` these are, with the base URL that is the first argument.
 
     A second argument names the one case to run.
     """
     base_url, *named = sys.argv[1:]
     failed = 0
-    for case in cases:
+    for case in filter(is_case, list(script.values())):
         if named and case.__name__ not in named:
             continue
         try:

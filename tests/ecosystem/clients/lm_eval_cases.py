@@ -106,11 +106,4 @@ def answers_are_what_they_are_there(base_url: str) -> None:
 
 
 if __name__ == "__main__":
-    run(
-        [
-            choices_of_token_ids_score_as_they_do_there,
-            choices_score_as_they_do_there_with_the_servers_tokenizer,
-            long_texts_are_as_likely_as_they_are_there,
-            answers_are_what_they_are_there,
-        ]
-    )
+    run(globals())

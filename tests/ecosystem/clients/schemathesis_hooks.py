@@ -59,8 +59,9 @@ NARROWED = {
         ["inputs", "parameters"],
     ),
     "ChatRequest": (
-        {**OPENAI, "messages": None, "logprobs": None, "top_logprobs": FEW},
-        ["messages", "max_tokens"],
+        {**OPENAI, "messages": None, "logprobs": {"const": True}, "top_logprobs": FEW},
+        # `top_logprobs` needs it.
+        ["messages", "max_tokens", "logprobs"],
     ),
     "Message": (
         {"role": {"enum": ["system", "user", "assistant"]}, "content": TEXT},

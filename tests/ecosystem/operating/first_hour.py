@@ -6,8 +6,10 @@ are shortened, and long outputs and lines are cut where the page says `…`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -15,23 +17,42 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 from millrace_testing.project import ROOT
 
 PAGE = ROOT / "docs" / "when-a-start-fails.md"
 BLOCK = re.compile(r"(?<=<!-- recorded: )([\w-]+)( -->\n```text\n)(.*?)(?=```\n)", re.DOTALL)
+BLOCKS = {match[1]: match[3] for match in BLOCK.finditer(PAGE.read_text())}
+"""The recordings by their names."""
 MOST_LINES = 12
 WIDTH = 140
 CUT = "…"
+SETTINGS = ("WARNING: ", "torch: from ")
+"""Beginnings of remarks of pip, and of the choice of PyTorch's index."""
 SECONDS = 900
 """For the longest of all, the installation."""
 OFFLINE = ("unshare", "--user", "--map-root-user", "--net")
 """Runs a command without a network."""
 LAUNCHER = ".venv/bin/millrace-launcher"
+SERVE_SMOLLM2 = ".venv/bin/millrace serve smollm2"
+ASK_SMOLLM2 = (
+    "curl -s 127.0.0.1:3000/v1/chat/completions -H 'Content-Type: application/json'"
+    """ -d '{"temperature": 0, "max_tokens": 40, "messages": [{"role": "user", "content": "What is the capital of"""
+    """ France?"}]}' | .venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["message"]"""
+    """["content"])'"""
+)
 ASK = (
     "curl -s 127.0.0.1:3000/generate -H 'Content-Type: application/json'"
     """ -d '{"inputs": "What is prefill?", "parameters": {"max_new_tokens": 20}}'"""
 )
+
+
+def recorded_answer(block: str) -> tuple[dict[str, Any], str]:
+    """The body of the last request in a block of the page, and the line that it printed."""
+    *_, command, answer = block.splitlines()
+    words = shlex.split(command.removeprefix("$ "))
+    return json.loads(words[words.index("-d") + 1]), answer
 
 
 class Terminal:
@@ -101,9 +122,9 @@ class Terminal:
             process.stdout.close()
 
     def _shown(self, command: str, lines: list[str]) -> list[str]:
-        """The command and its output, with short paths and lines; pip's remarks on this machine's settings are none."""
+        """The command and its output, with short paths and lines; remarks on this machine's settings are none."""
         places = {str(self._folder): "~/millrace", str(Path.home()): "~"}
-        shown = [line for line in lines if not line.startswith("WARNING: ")]
+        shown = [line for line in lines if not line.startswith(SETTINGS)]
         for place, name in places.items():
             shown = [line.replace(place, name) for line in shown]
         return [f"$ {command}", *(cut(line) for line in shown)]
@@ -128,8 +149,12 @@ def record(clone: Path) -> Mapping[str, list[str]]:
     with terminal.running("make serve", until=":3000/generate") as printed:
         served = [line for line in printed() if line]
         answer = terminal.run(ASK)
-        found["first-answer"] = [*shortened(served, first=4, most=MOST_LINES - 2), *answer]
+        found["first-answer"] = [*shortened(served, first=3, most=MOST_LINES - 3), *answer]
         found["port"] = terminal.run(LAUNCHER)
+    with terminal.running(SERVE_SMOLLM2, until=":3000/generate") as printed:
+        command, *lines = printed()
+        banner = next(line for line in lines if "is served at" in line)
+        found["smollm2"] = [command, CUT, banner, *terminal.run(ASK_SMOLLM2)]
     found["flag"] = terminal.run(f"{LAUNCHER} --max-batch-prefil-tokens 512")
     found["offline"] = terminal.run(f"time {LAUNCHER} --model-id Qwen/Qwen3-0.6B", without=OFFLINE)
     found["folder"] = terminal.run(f"{LAUNCHER} --model-id ./Qwen3")

@@ -59,7 +59,7 @@ def help_of(words: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("words", CALLS, ids=" ".join)
-def test_its_flags_are_known(words: list[str]) -> None:
+def test_every_flag_of_a_documented_command_is_known(words: list[str]) -> None:
     # docker's global flags come before its command, and a program's own after the image.
     if words[:2] == ["docker", "run"]:
         words = words[: words.index("millrace")]

@@ -39,6 +39,7 @@ HOP_BY_HOP = {"date", "connection", "keep-alive", "transfer-encoding", "content-
 OF_THIS_REQUEST = {
     "x-request-id",
     "request-id",
+    "x-millrace-stream",
     "x-compute-time",
     "x-total-time",
     "x-validation-time",
@@ -248,6 +249,8 @@ async def test_a_reload_of_haproxy_under_load_loses_nothing(tmp_path: Path) -> N
             process.wait(20)
 
 
+# A connection that Envoy opens while the servers end may be left to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_hot_restart_of_envoy_under_load_loses_nothing(tmp_path: Path) -> None:
     (proxy,) = (one for one in BALANCERS if one.name == "envoy")
     async with fronting(proxy, tmp_path, num_edges=2, script=echo) as front:

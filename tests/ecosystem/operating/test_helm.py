@@ -66,10 +66,18 @@ def of_kind(objects: list[Object], kind: str) -> Object:
 
 
 def server_settings(pod: Pod, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    (folder / "api-keys").write_text("a: secret\n")
+
+    def mounted(value: str) -> str:
+        """The value with a folder of this machine for the secret that the pod mounts."""
+        return value.replace("/etc/millrace/keys", str(folder))
+
+    environment = {name: mounted(value) for name, value in pod.environment.items()}
     with monkeypatch.context() as patch:
-        for name, value in pod.environment.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
-        settings = read_settings(pod.arguments(folder), pod.environment)
+        arguments = [mounted(argument) for argument in pod.arguments(folder)]
+        settings = read_settings(arguments, environment)
     check(settings)
     return settings
 
@@ -81,7 +89,7 @@ def rank_settings(pod: Pod, folder: Path) -> tuple[Settings, RankConfig]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_helm_and_kubernetes_accept_it(shape: str, answers: dict[str, Object]) -> None:
+def test_helm_and_kubernetes_accept_the_chart(shape: str, answers: dict[str, Object]) -> None:
     answer = answers[shape]
     assert answer.get("error") is None
     assert (answer["messages"], answer["invalid"]) == ([], [])
@@ -213,7 +221,7 @@ def test_streams_have_time_to_drain(
         assert worker.spec["terminationGracePeriodSeconds"] > GRACE_SECONDS
 
 
-def test_a_drain_delay_takes_the_place_of_pre_stop() -> None:
+def test_a_drain_delay_replaces_the_pre_stop_hook() -> None:
     flags = {"drain-delay": 20.5, "graceful-termination-timeout": 0}
     (answer,) = rendered([{"flags": flags}])
     (server,) = pods(answer["objects"])
@@ -263,6 +271,6 @@ def test_probes_and_selectors_meet(shape: str, answers: dict[str, Object]) -> No
         ({"env": [{"name": "GRACEFUL_TERMINATION_TIMEOUT", "value": "600"}]}, "into flags"),
     ],
 )
-def test_what_is_wrong_is_named(values: Object, said: str) -> None:
+def test_invalid_chart_values_are_named(values: Object, said: str) -> None:
     (answer,) = rendered([values])
     assert said in answer["error"]

@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).with_name("radix_tree.py")
 NUM_OPERATIONS = 3000
 
 
-def test_dynamos_radix_tree_finds_what_our_cache_has() -> None:
+def test_dynamos_radix_tree_agrees_with_our_cache() -> None:
     python = prepare.interpreter("dynamo")
     if python is None:
         pytest.skip(

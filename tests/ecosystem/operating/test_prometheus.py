@@ -61,7 +61,7 @@ def prometheus(
         yield running
 
 
-def test_it_scrapes_the_server(server: RunningServer, prometheus: Prometheus) -> None:
+def test_prometheus_scrapes_the_server(server: RunningServer, prometheus: Prometheus) -> None:
     generate(server).close()
     up = poll(lambda: prometheus.query("up == 1"), what="the target was not up")
     assert up[0]["metric"]["job"] == "millrace"
@@ -262,33 +262,22 @@ CASES = [
         name="is silent about other errors",
         series=refusals(0.5, "validation"),
     ),
-    Case(
-        alert="RequestsFailing",
-        name="fires on failed steps",
-        series=refusals(0.02, "generation"),
-        summary="a:80 fails 2% of its requests.",
+    *(
+        Case(
+            alert="RequestsFailing",
+            name=f"fires on {what}",
+            series=refusals(0.02, err),
+            summary="a:80 fails 2% of its requests.",
+        )
+        for what, err in (
+            ("failed steps", "generation"),
+            ("cut answers", "incomplete"),
+            ("defects", "internal"),
+        )
     ),
-    Case(
-        alert="RequestsFailing",
-        name="fires on cut answers",
-        series=refusals(0.02, "incomplete"),
-        summary="a:80 fails 2% of its requests.",
-    ),
-    Case(
-        alert="RequestsFailing",
-        name="fires on defects",
-        series=refusals(0.02, "internal"),
-        summary="a:80 fails 2% of its requests.",
-    ),
-    Case(
-        alert="RequestsFailing",
-        name="is silent about errors of clients",
-        series=refusals(0.5, "validation"),
-    ),
-    Case(
-        alert="RequestsFailing",
-        name="is silent about clients that leave",
-        series=refusals(0.5, "dropped"),
+    *(
+        Case(alert="RequestsFailing", name=f"is silent about {what}", series=refusals(0.5, err))
+        for what, err in (("errors of clients", "validation"), ("clients that leave", "dropped"))
     ),
     Case(alert="RequestsFailing", name="is silent at a few", series=refusals(0.009, "generation")),
     Case(
@@ -344,7 +333,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_alert_fires_when_it_should(case: Case, tmp_path: Path) -> None:
+def test_an_alert_fires_as_its_case_expects(case: Case, tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip(

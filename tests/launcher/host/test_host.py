@@ -8,22 +8,25 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from getpass import getuser
 from pathlib import Path
 
 import pytest
 
 from millrace_launcher.config import HostVariables
 from millrace_launcher.errors import ArgumentValidation, LaunchError, NotEnoughCUDADevices
+from millrace_launcher.host import claims
 from millrace_launcher.host.claims import (
+    claimed_address,
     claimed_port,
     claimed_sockets,
-    refuse_busy_port,
     socket_paths,
+    socket_prefix,
 )
 from millrace_launcher.host.devices import shard_count, visible_devices
-from millrace_launcher.host.leftovers import clear_socket, remove_dead_socket, remove_registration
+from millrace_launcher.host.leftovers import clear_socket, remove_registration
 from millrace_launcher.host.runtime import runtime_info
-from millrace_launcher.host.threads import find_intel_openmp, plan_threads, usable_cores
+from millrace_launcher.host.threads import find_intel_openmp, plan_threads
 from millrace_testing.launcher.deployment import kept_port
 
 HOLDER = """
@@ -48,6 +51,31 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+def test_sockets_are_in_the_runtime_folder_that_outlives_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "LONGEST_FOLDER_BYTES", len(f"{tmp_path}/service"))
+    service, session, lingering = (tmp_path / name for name in ("service", "session", "linger"))
+    for folder in (service, session, lingering):
+        folder.mkdir()
+
+    def prefix(**variables: str) -> str:
+        return socket_prefix(HostVariables.model_validate(variables), "/tmp/x", lingering=lingering)
+
+    assert prefix() == "/tmp/x"
+    assert prefix(runtime_directory=f"{service}:/run/other") == f"{service}/x"
+    # Removed at the end of the session.
+    assert prefix(xdg_runtime_dir=str(session)) == "/tmp/x"
+    (lingering / getuser()).touch()
+    assert prefix(xdg_runtime_dir=str(session)) == f"{session}/x"
+    both = prefix(xdg_runtime_dir=str(session), runtime_directory=str(service))
+    assert both == f"{service}/x"
+    assert prefix(runtime_directory=str(tmp_path / "gone")) == "/tmp/x"
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    assert prefix(runtime_directory=str(long)) == "/tmp/x"
+
+
 def test_a_claim_is_exclusive_and_leaves_nothing(tmp_path: Path) -> None:
     prefix = f"{tmp_path}/s"
     with claimed_sockets(prefix, num_shard=1, may_move=False) as mine:
@@ -64,7 +92,7 @@ def test_a_claim_is_exclusive_and_leaves_nothing(tmp_path: Path) -> None:
         pass
 
 
-def test_kill_9_lets_go(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+def test_kill_9_releases_the_claim(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     prefix = f"{tmp_path}/s"
     with pytest.raises(ArgumentValidation), claimed_sockets(prefix, num_shard=1, may_move=False):
         pass
@@ -87,7 +115,7 @@ def test_default_path_moves_to_a_private_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["s.lock"]
 
 
-def test_dead_sockets_of_every_rank_are_cleared_and_live_ones_left_alone(tmp_path: Path) -> None:
+def test_dead_sockets_of_every_rank_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
     paths = socket_paths(f"{tmp_path}/s", 3)
     with socket.socket(socket.AF_UNIX) as live:
         for path in paths[:2]:
@@ -174,7 +202,7 @@ INTEL = Path("/lib/libiomp5.so")
         (8, 1, None, INTEL, {"LD_PRELOAD": "/other.so"}, 7),
     ],
 )
-def test_threads(
+def test_threads_are_planned_from_cores_shards_and_environment(
     cores: int,
     shards: int,
     requested: int | None,
@@ -200,14 +228,8 @@ def test_intel_runtime_sleeps_soon_and_user_variables_stay() -> None:
     assert plan.environment["THP_MEM_ALLOC_ENABLE"] == "1"
 
 
-def test_nothing_is_preloaded_without_the_runtime_or_over_the_users_own() -> None:
-    for intel, environ in ((None, {}), (INTEL, {"LD_PRELOAD": "/other.so"})):
-        plan = plan_threads(cores=4, shards=1, requested=None, intel_openmp=intel, environ=environ)
-        assert not {"LD_PRELOAD", "KMP_BLOCKTIME"} & plan.environment.keys()
-
-
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_intel_runtime_is_found_where_a_virtual_environment_has_it(
+def test_the_intel_runtime_of_a_virtual_environment_is_detected(
     machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
@@ -219,29 +241,6 @@ def test_intel_runtime_is_found_where_a_virtual_environment_has_it(
     library = tmp_path / "lib" / "libiomp5.so"
     library.touch()
     assert find_intel_openmp() == (library if machine == "x86_64" else None)
-
-
-VERSION_2 = [
-    ({"cpu.max": "max 100000\n"}, 8),
-    ({"cpu.max": "350000 100000\n"}, 3),
-    ({"cpu.max": "50000 100000\n"}, 1),
-    ({"cpu.max": "1600000 100000\n"}, 8),
-]
-VERSION_1 = [
-    ({"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "50000\n"}, cores)
-    for quota, cores in ((-1, 8), (175000, 3), (25000, 1), (800000, 8))
-]
-
-
-@pytest.mark.parametrize(("files", "cores"), [({}, 8), *VERSION_2, *VERSION_1])
-def test_cores_respect_the_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert usable_cores(cgroup=tmp_path) == cores
 
 
 @pytest.mark.parametrize(
@@ -258,7 +257,9 @@ def test_cores_respect_the_quota(
         ({"ZE_AFFINITY_MASK": "0,1"}, 2),
     ],
 )
-def test_visible_devices(environ: dict[str, str], expected: int | None) -> None:
+def test_visible_devices_follow_the_environment(
+    environ: dict[str, str], expected: int | None
+) -> None:
     variables = HostVariables.model_construct(None, **{k.lower(): v for k, v in environ.items()})
     assert visible_devices(variables, query=lambda _: ["gpu"] * 5) == expected
 
@@ -276,7 +277,7 @@ def test_visible_devices(environ: dict[str, str], expected: int | None) -> None:
         (None, 2, None, 2),
     ],
 )
-def test_shard_count(
+def test_the_shard_count_follows_flags_and_visible_devices(
     sharded: bool | None, num_shard: int | None, visible: int | None, expected: int
 ) -> None:
     assert shard_count(sharded=sharded, num_shard=num_shard, visible=visible) == expected
@@ -292,7 +293,7 @@ def test_shard_count(
         (False, 0, 4, ArgumentValidation, "`num_shard` cannot be < 1"),
     ],
 )
-def test_impossible_shard_counts(
+def test_impossible_shard_counts_are_refused(
     sharded: bool | None,
     num_shard: int | None,
     visible: int | None,
@@ -304,26 +305,6 @@ def test_impossible_shard_counts(
     assert (str(raised.value), raised.value.variant) == (message, error.__name__)
 
 
-def test_dead_socket_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-    clear_socket(path)
-    assert not path.exists()
-    clear_socket(path)
-
-
-def test_live_socket_stays(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-        server.listen()
-        assert not remove_dead_socket(path)
-        with pytest.raises(ArgumentValidation, match="another server is listening"):
-            clear_socket(path)
-        assert path.is_socket()
-
-
 def test_other_files_stay(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("precious")
@@ -332,18 +313,18 @@ def test_other_files_stay(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
-def test_port() -> None:
+def test_a_busy_port_is_refused() -> None:
     with kept_port() as port:
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("127.0.0.1", port))
             server.listen()
             with pytest.raises(ArgumentValidation, match=f"cannot listen on 127.0.0.1 port {port}"):
-                refuse_busy_port("127.0.0.1", port)
-        refuse_busy_port("127.0.0.1", port)
+                claimed_address("127.0.0.1", port)
+        claimed_address("127.0.0.1", port).close()
 
 
-def test_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_report_has_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("DOCKER_LABEL", "sha-1"),
         ("VERGEN_GIT_SHA", "abc"),
@@ -359,7 +340,7 @@ def test_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in text
 
 
-def test_what_a_killed_process_left_is_removed_and_what_others_have_is_not(tmp_path: Path) -> None:
+def test_only_registrations_of_the_killed_process_are_removed(tmp_path: Path) -> None:
     names = ["__KMP_REGISTERED_LIB_12_0", "__KMP_REGISTERED_LIB_123_0", "torch_12", "sem.12"]
     for name in names:
         (tmp_path / name).touch()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_launcher.processes.guard import left_over
-from millrace_launcher.processes.process import TAIL_LINES, ManagedProcess, lines
+from millrace_launcher.processes.process import TAIL_LINES, ManagedProcess, SpawnedProcess, lines
 from millrace_launcher.settings.commands import Command
 
 
@@ -37,7 +37,7 @@ async def run(code: str, *arguments: str) -> tuple[ManagedProcess, Lines, list[s
     command = Command(
         "child", (sys.executable, "-c", code, *arguments), {**os.environ, "PYTHONPATH": paths}
     )
-    process = await ManagedProcess.start(command, takes_line=out.add, on_error_line=errors.append)
+    process = await SpawnedProcess.start(command, takes_line=out.add, on_error_line=errors.append)
     return process, out, errors
 
 
@@ -81,7 +81,7 @@ async def test_signal_is_named() -> None:
     assert process.ending == "killed by signal SIGSEGV"
 
 
-async def test_it_has_a_group_of_its_own_in_the_session_of_the_launcher() -> None:
+async def test_a_child_has_its_own_group_in_the_session_of_the_launcher() -> None:
     process, out, _ = await run("import os; print(os.getpid(), os.getpgrp(), os.getsid(0))")
     await process.wait()
     assert out == [f"{process.pid} {process.pid} {os.getsid(0)}"]
@@ -130,5 +130,5 @@ async def test_deaf_child_and_its_own_child_are_killed() -> None:
         (["gone 5\n", "x\n", "7"], {7}),
     ],
 )
-def test_only_children_that_have_not_ended(lines: list[str], left: set[int]) -> None:
+def test_only_children_that_have_not_ended_are_left_over(lines: list[str], left: set[int]) -> None:
     assert left_over(lines) == left

@@ -92,15 +92,25 @@ OURS = [
     ("--cluster", "ray", "launcher", "ray"),
     ("--shards-per-node", "2", "launcher", 2),
     ("--allow-insecure-tcp", "", "shard", True),
+    ("--max-image-bytes", "1MiB", "router", 1 << 20),
+    ("--max-image-pixels", "1000", "router", 1000),
+    ("--max-images-per-request", "3", "router", 3),
+    ("--max-image-memory", "1GiB", "router", 1 << 30),
+    ("--image-timeout", "2.5", "router", 2.5),
+    ("--image-url-hosts", "a.example,b.example", "router", ("a.example", "b.example")),
     ("--allow-unlisted-model", "", "shard", True),
     ("--quantize-activations", "int8", "shard", "int8"),
+    ("--hf-overrides", '{"rope_theta": 1e6}', "shard", '{"rope_theta": 1e6}'),
+    ("--packed-weights-size", "8GiB", "shard", 8 * 1024**3),
     ("--tokenizer-name", "org/tokenizer", "launcher", "org/tokenizer"),
     ("--draft-model", "org/draft", "shard", "org/draft"),
+    ("--speculator", "org/head", "shard", "org/head"),
     ("--device", "cpu", "shard", "cpu"),
     ("--dtype", "float32", "shard", "float32"),
     ("--cpu-threads", "3", "shard", 3),
     ("--kv-memory", "2G", "shard", 2_000_000_000),
     ("--kv-memory", "512MiB", "shard", 512 * 1024**2),
+    ("--kv-groups", "off", "shard", "off"),
     ("--deterministic", "off", "shard", "off"),
     ("--deterministic", "TRUE", "shard", "on"),
     ("--steps-in-flight", "1", "router", 1),
@@ -108,7 +118,9 @@ OURS = [
     ("--task", "embed", "router", ("embed",)),
     ("--default-max-new-tokens", "256", "router", 256),
     ("--max-new-tokens-limit", "512", "router", 512),
-    ("--one-shot-all-reduce", "", "shard", True),
+    ("--one-shot-all-reduce", "off", "shard", "off"),
+    ("--disable-operators", "grouped_mm,cublas", "shard", ("grouped_mm", "cublas")),
+    ("--one-shot-all-reduce", "TRUE", "shard", "on"),
     ("--grammar-timeout", "2.5", "shard", 2.5),
     ("--max-grammar-bytes", "64KiB", "shard", 65536),
     ("--prefill-chunking", "off", "router", "off"),
@@ -129,8 +141,12 @@ OURS = [
     ("--reasoning-parser", "qwen3", "router", "qwen3"),
     ("--strict-tgi", "", "router", True),
     ("--strict-fields", "", "router", True),
+    ("--strict-max-tokens", "", "router", True),
+    ("--allow-special-tokens-in-content", "", "router", True),
     ("--generation-config", "off", "router", "off"),
     ("--max-restarts", "0", "launcher", 0),
+    ("--fork-server", "off", "launcher", "off"),
+    ("--verify-kv", "", "shard", True),
     ("--step-timeout", "1.5", "router", 1.5),
     ("--kv-events", "tcp://127.0.0.1:5557", "router", "tcp://127.0.0.1:5557"),
     ("--kv-events-replay", "ipc:///tmp/replay", "router", "ipc:///tmp/replay"),
@@ -199,7 +215,7 @@ def test_environment_variable_reaches_its_owner(
 
 
 @pytest.mark.parametrize(("flag", "owner"), PATH_FLAGS)
-def test_paths(flag: str, owner: str) -> None:
+def test_a_path_reaches_the_owner_of_its_flag(flag: str, owner: str) -> None:
     assert str(value_of(read_settings([flag, "/some/where"]), owner, flag)) == "/some/where"
 
 
@@ -244,7 +260,9 @@ def test_command_line_beats_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("origin", ["flag", "environment", "default"])
-def test_hostname_is_shown_as_given(origin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hostname_is_shown_unchanged_with_its_source(
+    origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if origin == "environment":
         monkeypatch.setenv("HOSTNAME", "4f2a9c")
     settings = read_settings(["--hostname=127.0.0.2"] if origin == "flag" else [])
@@ -300,12 +318,12 @@ def test_adapters_may_follow_one_flag() -> None:
         "--max-lora-rank=8",
     ],
 )
-def test_flags_about_adapters_turn_them_on(flag: str) -> None:
+def test_flags_about_adapters_turn_adapters_on(flag: str) -> None:
     assert read_settings([flag]).has_adapters
 
 
 @pytest.mark.parametrize("flag", ["--unknown-model=base", "--admin-key=a", "--port=1"])
-def test_other_flags_do_not(flag: str) -> None:
+def test_other_flags_do_not_turn_adapters_on(flag: str) -> None:
     assert not read_settings([flag]).has_adapters
 
 
@@ -320,13 +338,13 @@ def test_adapters_of_a_wrong_form_are_refused_in_tgis_words(
 
 
 @pytest.mark.parametrize("word", ["true", "TRUE", "1", "on", "On"])
-def test_true_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_true_words_turn_a_switch_on(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSON_OUTPUT", word)
     assert read_settings([]).launcher.json_output is True
 
 
 @pytest.mark.parametrize("word", ["false", "False", "0", "off", ""])
-def test_false_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_false_words_turn_a_switch_off(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSON_OUTPUT", word)
     assert read_settings([]).launcher.json_output is False
 
@@ -361,7 +379,9 @@ def test_false_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--api-key", ""], "invalid value '***' for '--api-key': Value error, is empty"),
     ],
 )
-def test_usage_errors(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_exit_with_2_and_a_reason(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as error:
         read_settings(argv)
     assert error.value.code == 2
@@ -395,7 +415,7 @@ def test_rank_of_another_launcher_does_not_matter(monkeypatch: pytest.MonkeyPatc
     assert read_settings([]).shard.rank == 0
 
 
-def test_help_tells_flag_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_shows_flags_with_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         read_settings(["--help"])
     assert error.value.code == 0
@@ -454,6 +474,91 @@ def test_every_flag_of_lorax_has_a_tip() -> None:
     flags = {f"--{name}" for name in LORAX_ALONE.split()}
     assert len(flags) == 22
     assert flags <= FOREIGN.keys() | WORDS.keys()
+
+
+COMMANDS = (
+    "-m a.gguf -c 8192 -ngl 99 -fa on -t 8 -tb 16 -np 4 -cb --no-mmap --jinja --metrics --slots"
+    " --no-webui -cram 0 --props",
+    "-hf a/b:Q4_K_M -hfd a/c -ngld 99 --draft-max 16 --draft-min 5 -ctk q8_0 -ncmoe 20 --no-context-shift"
+    " -to 600 --fit on",
+    "--model a --tensor-parallel-size 2 --gpu-memory-utilization 0.9 --max-model-len 8192"
+    " --pipeline_parallel_size 2 --enforce-eager --max_num_seqs 64 --distributed_executor_backend ray"
+    " --swap_space 4 --limit_mm_per_prompt image=1",
+    "--model a --speculative-config {} --compilation-config {} --kv-transfer-config {}"
+    " --safetensors-load-strategy lazy --async-scheduling --mm-processor-cache-gb 0"
+    " --enable-prompt-tokens-details --default-chat-template-kwargs {} -O 3",
+    "--model-path a --tp 2 --mem-fraction-static 0.8 --context-length 8192 --chunked-prefill-size 4096"
+    " --cuda-graph-bs 1 --attention-backend fa3 --disable-radix-cache --enable-mixed-chunk"
+    " --moe-runner-backend x --skip-server-warmup --speculative-num-steps 3 --hicache-ratio 2"
+    " --stream-interval 1 --dist-timeout 60 --nccl-port 1 --base-gpu-id 1",
+)
+"""Commands of llama-server, vLLM and SGLang."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_flag_of_a_command_of_another_server_has_a_tip_of_its_own(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = {option.option for option in all_flags()}
+    flags = [word for word in command.split() if word.startswith("-") and word not in ours]
+    with pytest.raises(SystemExit):
+        read_settings(command.split())
+    problems = capsys.readouterr().err.split("error: ")[1:]
+    assert [problem.split("'")[1] for problem in problems] == list(dict.fromkeys(flags))
+    untipped = [problem for problem in problems if "tip: " not in problem or "a similar" in problem]
+    assert untipped == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "similar"),
+    [
+        ("--prot", "--port"),
+        ("--modl-id", "--model-id"),
+        ("--max_total_tokens", "--max-total-tokens"),
+        ("--max-batch-prefil-token", "--max-batch-prefill-tokens"),
+        ("--Port", "--port"),
+        ("--foo-all-reduce", None),
+        ("--tamp", None),
+        ("--max-total", None),
+        ("--enable-lora-bias", None),
+        ("--x", None),
+    ],
+)
+def test_only_a_misspelling_is_a_similar_flag(
+    flag: str, similar: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read_settings([flag, "1"])
+    tip = f"tip: a similar argument exists: '{similar}'" if similar else "tip:"
+    assert (tip in capsys.readouterr().err) == (similar is not None)
+
+
+def test_all_unknown_flags_are_named_in_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--tensor_parallel_size", "2", "-hf", "a/b", "-ngl", "-1", "--temp=0.7", "--port", "80"]
+    with pytest.raises(SystemExit) as error:
+        read_settings([*argv, "stray", "--no-such"])
+    assert error.value.code == 2
+    problems = capsys.readouterr().err.split("error: ")[1:]
+    assert [problem.split("'")[1] for problem in problems] == [
+        *("--tensor_parallel_size", "-hf", "-ngl", "--temp", "stray", "--no-such")
+    ]
+    for problem, words in zip(problems, ("--num-shard", "--model-id", "--device"), strict=False):
+        assert words in problem
+    assert "--help" not in problems[3]
+    assert "tip" not in problems[5]
+
+
+def test_no_short_flag_of_another_server_is_read_as_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(["-hxy", "-evx", "-px"])
+    errors = capsys.readouterr().err
+    assert all(f"unexpected argument '{flag}'" in errors for flag in ("-hxy", "-evx", "-px"))
+
+
+def test_the_word_of_a_short_flag_of_ours_may_follow_it_directly() -> None:
+    assert read_settings(["-p8080"]).router.port == 8080
 
 
 def test_a_model_without_a_flag_has_a_tip(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from millrace_launcher.settings.arguments import read_settings
 from millrace_launcher.settings.checks import VARIABLES_WITHOUT_EFFECT, check, notices
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.flags import all_flags
+from millrace_launcher.settings.prepare import model_name
 from millrace_launcher.settings.rank_arguments import prepare_ranks, read_rank_settings
 
 
@@ -60,6 +62,56 @@ def test_wrong_calls_are_refused(argv: str, message: str) -> None:
     assert error.value.variant == "ArgumentValidation"
 
 
+FILES = "tokenizer-config-path api-key-file ssl-certfile ssl-keyfile ssl-ca-certs"
+
+
+@pytest.mark.parametrize("flag", FILES.split())
+def test_a_file_that_is_missing_is_refused_before_anything_starts(
+    flag: str, tmp_path: Path
+) -> None:
+    name = flag.replace("-", "_")
+    for path, message in (
+        (tmp_path / "no", f"`{name}`: there is no file {tmp_path}/no"),
+        (tmp_path, f"`{name}`: {tmp_path} is not a file"),
+    ):
+        with pytest.raises(ArgumentValidation, match=re.escape(message)):
+            check(read_settings([f"--{flag}={path}"]))
+
+
+def test_a_folder_of_adapters_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentValidation, match="`adapter_root`: there is no folder"):
+        check(read_settings([f"--adapter-root={tmp_path}/no"]))
+    for flag in ("lora-adapters", "lora-modules", "lora-paths"):
+        with pytest.raises(ArgumentValidation, match=r"adapter a: .*/no is not a folder"):
+            check(read_settings([f"--{flag}=a={tmp_path}/no"]))
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("models/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_clients_learn_the_name_of_a_folder_and_not_its_path(
+    place: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert [model_name(text) for text in (str(folder), f"{folder}/", ".")] == [name] * 3
+    assert model_name(str(folder), whole=True) == str(folder)
+    assert model_name(str(folder / "q4.gguf")) == "q4"
+    assert model_name("q4-00002-of-00003.gguf") == "q4"
+    assert model_name("org/model:Q4_K_M") == "org/model:Q4_K_M"
+    assert model_name("org/model") == "org/model"
+    assert model_name(None) == "millrace/demo"
+
+
+def test_the_name_of_the_demo_model_stands_for_it() -> None:
+    assert read_settings(["--model-id=millrace/demo"]).launcher.model_id is None
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -79,7 +131,7 @@ def test_wrong_calls_are_refused(argv: str, message: str) -> None:
         "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",
     ],
 )
-def test_accepted(argv: str) -> None:
+def test_valid_settings_are_accepted(argv: str) -> None:
     check(read_settings(argv.split()))
 
 
@@ -87,7 +139,7 @@ def test_accepted(argv: str) -> None:
 WITHOUT_EFFECT_ON_CPU = {
     "--cuda-graphs": "1,2",
     "--cuda-memory-fraction": "0.5",
-    "--one-shot-all-reduce": "",
+    "--one-shot-all-reduce": "on",
 }
 WITHOUT_EFFECT = {
     "--max-image-fetch-size": "10",
@@ -148,7 +200,7 @@ def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(notices(read_settings([]), on_cpu=True)) == []
 
 
-def test_what_is_said_to_be_without_effect_is_no_flag_and_what_is_named_instead_is() -> None:
+def test_variables_without_effect_are_not_flags_but_their_replacements_are() -> None:
     flags = {flag.variable for flag in all_flags()}
     assert not flags & VARIABLES_WITHOUT_EFFECT.keys()
     named = set(re.findall(r"[A-Z]+_[A-Z_]+", " ".join(VARIABLES_WITHOUT_EFFECT.values())))
@@ -156,7 +208,7 @@ def test_what_is_said_to_be_without_effect_is_no_flag_and_what_is_named_instead_
 
 
 @pytest.mark.parametrize("option", sorted(WITHOUT_EFFECT))
-def test_help_says_what_never_has_an_effect(option: str) -> None:
+def test_the_help_marks_flags_that_never_have_an_effect(option: str) -> None:
     (flag,) = [flag for flag in all_flags() if flag.option == option]
     assert str(flag.field.description).startswith("No effect")
 
@@ -180,7 +232,7 @@ TLS = "--shard-tls-cert=a", "--shard-tls-key=b", "--shard-tls-ca=c"
         (["--cluster=ray", "--num-shard=3", "--shards-per-node=2"], r"multiple of .*\(2\)"),
     ],
 )
-def test_contradictions_are_told(flags: list[str], words: str) -> None:
+def test_contradictory_flags_are_refused(flags: list[str], words: str) -> None:
     with pytest.raises(ArgumentValidation, match=words):
         check(read_settings(flags, {}))
 
@@ -191,7 +243,7 @@ def test_no_address_starts_no_shard_here(capsys: pytest.CaptureFixture[str]) -> 
     assert "--remote-shards" in capsys.readouterr().err
 
 
-def test_flags_of_ranks_are_told_to_have_no_effect_beside_ranks_elsewhere() -> None:
+def test_flags_of_ranks_are_reported_without_effect_with_remote_shards() -> None:
     given = ["--dtype=float32", "--kv-memory=1G", "--enable-lora", "--adapter-cache=/a"]
     told = notices(
         read_settings([*given, "--remote-shards=127.0.0.1:1"], {}), on_cpu=False, environ={}
@@ -209,7 +261,7 @@ def test_flags_of_ranks_are_told_to_have_no_effect_beside_ranks_elsewhere() -> N
         ["--cluster=ray", "--num-shard=4", "--shards-per-node=2"],
     ],
 )
-def test_the_rest_is_taken(flags: list[str]) -> None:
+def test_valid_settings_of_remote_ranks_are_accepted(flags: list[str]) -> None:
     check(read_settings(flags, {}))
 
 

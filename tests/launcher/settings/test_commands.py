@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def commands(argv: str, environ: dict[str, str] | None = None, num_shard: int = 
     )
 
 
-def test_router_reads_back_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_router_reads_its_settings_from_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     command = commands(
         "--port=81 --cors-allow-origin=a --cors-allow-origin=b --max-total-tokens=99 --max-input-length=9"
         " --disable-grammar-support --api-key=-x --shard-uds-path=/s/x --json-output --trust-remote-code"
@@ -67,6 +68,12 @@ def test_more_adapters_than_one_argument_holds_are_read_back() -> None:
     assert RouterConfig.from_args(command.argv[3:]).lora_modules == tuple(given)
 
 
+def test_a_router_looks_for_plugins_of_pydantic_only_where_the_user_says_so() -> None:
+    name = "PYDANTIC_DISABLE_PLUGINS"
+    assert commands("").router(FOLDER).environment[name] == "__all__"
+    assert commands("", {name: "a"}).router(FOLDER).environment[name] == "a"
+
+
 def test_traces_of_router_and_shards_go_to_one_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     command = commands("--otlp-endpoint=http://c:4318")
     router = RouterConfig.from_args(command.router(FOLDER).argv[3:])
@@ -85,7 +92,7 @@ def test_traces_of_router_and_shards_go_to_one_collector(monkeypatch: pytest.Mon
     assert ShardConfig.from_args(of_environment.argv[4:]).otlp_endpoint == "http://e:4317"
 
 
-def test_shard_reads_back_what_it_was_given() -> None:
+def test_a_shard_reads_its_settings_from_its_command() -> None:
     command = commands("--dtype=float32 --kv-memory=2G --cuda-graphs=0 --deterministic=off").shard(
         1, FOLDER
     )
@@ -120,7 +127,7 @@ def test_both_planes_get_one_folder_of_adapters(monkeypatch: pytest.MonkeyPatch)
     assert (shard.enable_lora, shard.adapter_cache) == (False, None)
 
 
-def test_adapters_reach_the_router_as_they_were_given() -> None:
+def test_adapters_reach_the_router_unchanged() -> None:
     modules = '{"name":"a","path":"/b,c"}'
     argv = commands(f"--lora-adapters=a,b=c@d --lora-modules {modules} e=/f").router(FOLDER).argv
     config = RouterConfig.from_args(argv[3:])
@@ -139,7 +146,19 @@ def test_children_use_the_sockets_and_the_port_that_were_claimed() -> None:
     assert claimed.guard().argv[-1] == "/private/shard-1"
 
 
-def test_router_hears_the_hostname_as_given() -> None:
+def test_the_guard_gets_no_key_and_what_python_needs() -> None:
+    kept = {"PATH": "/bin", "PYTHONPATH": "/src", "LD_LIBRARY_PATH": "/lib", "LC_ALL": "C.UTF-8"}
+    keys = {
+        "API_KEY": "a",
+        "ADMIN_KEY": "b",
+        "NGROK_AUTHTOKEN": "c",
+        "HF_TOKEN": "d",
+        "AWS_SECRET_ACCESS_KEY": "e",
+    }
+    assert commands("", kept | keys).guard().environment == kept
+
+
+def test_the_hostname_reaches_the_router_unchanged() -> None:
     assert "--hostname=127.0.0.2" in commands("--hostname=127.0.0.2").router(FOLDER).argv
 
 
@@ -157,7 +176,21 @@ def test_a_draft_model_is_downloaded_and_handed_on_as_a_folder() -> None:
     assert (without.draft_model, without.speculate) == (None, None)
 
 
-def test_a_tokenizer_is_named_to_the_download_alone() -> None:
+@pytest.mark.parametrize(("name", "resolved"), [("org/head", "/hub/head"), ("mtp", "mtp")])
+def test_a_speculator_is_resolved_and_handed_on_as_what_drafts(name: str, resolved: str) -> None:
+    given = commands(f"--speculator={name}")
+    assert f"--draft-model={name}" in given.download().argv
+    config = ShardConfig.from_args(given.shard(0, FOLDER, Path(resolved)).argv[4:])
+    assert (config.draft_model, config.speculator) == (resolved, None)
+
+
+def test_two_flags_that_name_what_drafts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands("--speculator=org/head --draft-model=org/draft")
+    assert "both name what drafts: give one of them" in capsys.readouterr().err
+
+
+def test_only_the_download_gets_the_name_of_the_tokenizer() -> None:
     given = commands("--tokenizer-name=org/tokenizer")
     assert "--tokenizer-name=org/tokenizer" in given.download().argv
     for child in (given.shard(0, FOLDER), given.router(FOLDER)):
@@ -182,7 +215,7 @@ def test_hub_variables_reach_the_download(monkeypatch: pytest.MonkeyPatch) -> No
     assert command.argv[3:] == ("download-weights", "a/b", "--json-output", "--revision=v1")
 
 
-def test_a_bar_hears_of_a_download_s_progress_more_often_than_a_log() -> None:
+def test_a_bar_gets_the_progress_of_a_download_more_often_than_a_log() -> None:
     assert "--progress-seconds=0.5" in commands("").download(has_bar=True).argv
     assert not [word for word in commands("").download().argv if "progress" in word]
 
@@ -193,13 +226,61 @@ echo NVIDIA H100
 """
 
 
-def with_two_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SHARD = """import json, os
+visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+names = ["NVIDIA H100"] * (2 if visible is None else len([one for one in visible.split(",") if one]))
+print(json.dumps({"names": names, "problem": None if names else "torch sees no CUDA device"}))
+"""
+UNUSABLE = """import json
+print(json.dumps({"names": [], "problem": "NVIDIA's driver is 535.1"}))
+"""
+
+
+def with_two_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, shard: str = SHARD) -> Programs:
+    """A host that shows two GPUs, and a program of shards that reports as the source `shard` does."""
     program = folder / "nvidia-smi"
     program.write_text(NVIDIA_SMI)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
         monkeypatch.delenv(name, raising=False)
+    script = folder / "shard.py"
+    script.write_text(shard)
+    return Programs(shard=(sys.executable, str(script)))
+
+
+def test_gpus_that_torch_cannot_use_count_no_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = with_two_gpus(tmp_path, monkeypatch, UNUSABLE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    settings = read_settings([f"--shard-uds-path={tmp_path}/shard"])
+    with ExitStack() as claims:
+        commands = prepare(settings, programs, claims)
+    assert (commands.num_shard, commands.compute_type) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("shard", "reason"),
+    [(UNUSABLE, "driver is 535"), ("raise ImportError('libcudart')", "ImportError: libcudart")],
+)
+def test_device_cuda_ends_with_the_reason_why_torch_has_no_gpu(
+    shard: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = with_two_gpus(tmp_path, monkeypatch, shard)
+    settings = read_settings(["--device=cuda", f"--shard-uds-path={tmp_path}/shard"])
+    with ExitStack() as claims, pytest.raises(NotEnoughCUDADevices, match=reason):
+        prepare(settings, programs, claims)
+
+
+def test_gpus_that_stay_idle_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    programs = with_two_gpus(tmp_path, monkeypatch)
+    settings = read_settings([f"--shard-uds-path={tmp_path}/shard"])
+    with ExitStack() as claims, caplog.at_level("INFO"):
+        assert prepare(settings, programs, claims).num_shard == 1
+    assert "--num-shard 2 would use all GPUs" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -213,11 +294,11 @@ def test_devices_count_where_the_model_runs_on_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with_two_gpus(tmp_path, monkeypatch)
+    programs = with_two_gpus(tmp_path, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     settings = read_settings([f"--device={device}", f"--shard-uds-path={tmp_path}/shard"])
     with ExitStack() as claims:
-        commands = prepare(settings, Programs(), claims)
+        commands = prepare(settings, programs, claims)
     assert (commands.num_shard, commands.compute_type) == (num_shard, compute_type)
 
 
@@ -241,7 +322,7 @@ def test_more_shards_than_gpus_are_refused_at_once(
     *,
     is_refused: bool,
 ) -> None:
-    with_two_gpus(tmp_path, monkeypatch)
+    programs = with_two_gpus(tmp_path, monkeypatch)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     settings = read_settings(
@@ -250,6 +331,6 @@ def test_more_shards_than_gpus_are_refused_at_once(
     with ExitStack() as claims:
         if is_refused:
             with pytest.raises(NotEnoughCUDADevices, match=f"{num_shard} shards need as many"):
-                prepare(settings, Programs(), claims)
+                prepare(settings, programs, claims)
         else:
-            assert prepare(settings, Programs(), claims).num_shard == num_shard
+            assert prepare(settings, programs, claims).num_shard == num_shard

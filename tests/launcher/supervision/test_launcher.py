@@ -31,7 +31,7 @@ from millrace_launcher.supervision.control import Control
 from millrace_launcher.supervision.launcher import EXIT_MARGIN_SECONDS
 from millrace_launcher.supervision.restarts import Breaker, delay_seconds, is_steady
 from millrace_router.app import RESPONSE_SECONDS
-from millrace_testing.launcher.deployment import SERVED, deploy
+from millrace_testing.launcher.deployment import SERVED, Deployment, deploy
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -50,6 +50,7 @@ async def test_signal_ends_router_before_shards_and_exits_0(
         assert sorted(deployment.events()[1:]) == ["shard-0 stopped", "shard-1 stopped"]
 
 
+@pytest.mark.long
 async def test_router_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     async with deploy(tmp_path, "-g", "0", FAKE_ROUTER="deaf") as deployment:
         await deployment.until(SERVED)
@@ -101,7 +102,7 @@ async def test_child_that_dies_at_start_is_reported_with_its_stderr(
 
 
 @pytest.mark.parametrize("role", ["download", "shard", "router"])
-async def test_what_a_child_says_ends_the_launch_and_is_said_once(
+async def test_a_refusal_of_a_child_ends_the_launch_and_is_shown_once(
     tmp_path: Path, role: str
 ) -> None:
     behaviour = {f"FAKE_{role.upper()}": "refuse"}
@@ -110,6 +111,14 @@ async def test_what_a_child_says_ends_the_launch_and_is_said_once(
     assert (code, errors) == (1, "Error: there is no such thing\n")
     assert "no such thing" not in deployment.output
     assert "standard error" not in deployment.output
+
+
+async def test_what_the_router_refuses_ends_a_launch_whose_shards_still_load(
+    tmp_path: Path,
+) -> None:
+    async with deploy(tmp_path, FAKE_ROUTER="refuse", FAKE_SHARD="mute") as deployment:
+        code, errors = await deployment.end()
+    assert (code, errors) == (1, "Error: there is no such thing\n")
 
 
 async def test_json_logs_end_with_tgis_word(tmp_path: Path) -> None:
@@ -121,7 +130,9 @@ async def test_json_logs_end_with_tgis_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["shard", "router"])
-async def test_interrupt_while_a_child_is_not_ready(tmp_path: Path, role: str) -> None:
+async def test_an_interrupt_while_a_child_is_not_ready_ends_all_with_0(
+    tmp_path: Path, role: str
+) -> None:
     async with deploy(tmp_path, **{f"FAKE_{role.upper()}": "mute"}) as deployment:
         await deployment.until("is mute")
         family = deployment.family()
@@ -154,7 +165,7 @@ async def test_socket_of_a_dead_server_is_taken_over(tmp_path: Path) -> None:
         assert (await deployment.end())[0] == 0
 
 
-async def test_socket_of_a_live_server_is_left_alone(tmp_path: Path) -> None:
+async def test_the_socket_of_a_live_server_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "shard.sock-0"
     with socket.socket(socket.AF_UNIX) as alive:
         alive.bind(str(path))
@@ -284,7 +295,7 @@ def drained(reader: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_messages_to_the_router() -> None:
+async def test_the_router_receives_restart_and_give_up_messages() -> None:
     control = Control(lambda _: None)
     router = control.theirs.dup()
     control.restarting("shard-0: killed", planned=False)
@@ -406,7 +417,7 @@ Move = st.one_of(
 
 
 @given(st.integers(0, 5), st.lists(Move, max_size=60))
-def test_only_what_came_after_the_last_progress_counts(
+def test_only_events_after_the_last_progress_count(
     max_restarts: int, moves: list[str | tuple[str, int]]
 ) -> None:
     """The oracle: a new breaker that gets only the events since then."""
@@ -439,18 +450,13 @@ def test_death_before_readiness_is_no_part_of_a_search() -> None:
     assert [breaker.restart() for _ in range(7)] == [0] * 6 + [None]
 
 
-@pytest.mark.parametrize(("count", "own"), [(1, 4), (2, 6), (3, 8), (50, 16), (64, 16)])
-def test_allowance_of_a_search(count: int, own: int) -> None:
-    breaker = Breaker(0)
-    breaker.suspect(count)
-    assert len(restarts_until_no(breaker)) == own
-
-
 @pytest.mark.parametrize(
     ("ready_at", "now", "steady"),
     [(None, 100.0, False), (90.1, 100.0, False), (90.0, 100.0, True), (0.0, 5.0, False)],
 )
-def test_who_served_long_enough_is_steady(ready_at: float | None, now: float, steady: bool) -> None:
+def test_a_process_that_served_long_enough_is_steady(
+    ready_at: float | None, now: float, steady: bool
+) -> None:
     assert is_steady(ready_at, now, enough_seconds=10) is steady
 
 
@@ -487,10 +493,90 @@ async def test_router_that_will_not_stay_up_ends_the_launch(tmp_path: Path) -> N
         await deployment.assert_gone(family)
 
 
-async def test_router_that_never_comes_up(tmp_path: Path) -> None:
+async def test_a_router_that_never_comes_up_ends_the_launch(tmp_path: Path) -> None:
     async with deploy(tmp_path, "--max-restarts=1", FAKE_ROUTER="lost") as deployment:
         assert await deployment.end() == (1, f"Error: {WebserverCannotStart.sentence}\n")
         assert len(deployment.lives("router")) == 2
+
+
+async def connected(deployment: Deployment) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that has sent a request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", deployment.port)
+    writer.write(b"GET / HTTP/1.0\r\n\r\n")
+    await writer.drain()
+    return reader, writer
+
+
+async def assert_refused(deployment: Deployment) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", deployment.port)
+
+
+async def until_cut_off(client: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+    """Wait until a client is disconnected without an answer."""
+    reader, writer = client
+    with suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_clients_are_refused_before_a_router_was_ready_and_wait_from_then_on(
+    tmp_path: Path,
+) -> None:
+    async with deploy(tmp_path, FAKE_ROUTER="mute,serve,mute,serve") as deployment:
+        await deployment.until("router is mute")
+        await assert_refused(deployment)
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        await deployment.until("router is mute", times=2)
+        clients = [await connected(deployment) for _ in range(20)]
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        for reader, writer in clients:
+            assert b" 200 " in await reader.readline()
+            writer.close()
+
+
+async def test_clients_of_a_router_that_will_not_come_back_are_cut_off(tmp_path: Path) -> None:
+    # The deaf shard keeps the launcher alive.
+    life = {"FAKE_ROUTER": "serve,mute", "FAKE_SHARD": "deaf"}
+    async with deploy(tmp_path, "--max-restarts=1", **life) as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        await deployment.until("router is mute")
+        client = await connected(deployment)
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        await until_cut_off(client)
+        await assert_refused(deployment)
+        assert deployment.process.returncode is None
+
+
+async def test_an_interrupt_cuts_off_clients_that_no_router_has_accepted(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_ROUTER="serve,mute", FAKE_SHARD="deaf") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        await deployment.until("router is mute")
+        client = await connected(deployment)
+        deployment.process.send_signal(signal.SIGINT)
+        await until_cut_off(client)
+        await assert_refused(deployment)
+        assert deployment.process.returncode is None
+
+
+async def test_clients_wait_for_shards_no_longer_than_the_grace(tmp_path: Path) -> None:
+    shards = {"FAKE_SHARD": "serve,mute,serve"}
+    async with deploy(tmp_path, "--recovery-grace=0", **shards) as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until("shard-0 is mute")
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        await deployment.until("Restarting the router")
+        with suppress(ConnectionRefusedError):
+            await until_cut_off(await connected(deployment))
+        await assert_refused(deployment)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until(BACK)
+        await deployment.tell('{"event": "progress"}')
 
 
 async def test_another_server_on_the_port_is_not_taken_for_the_router(tmp_path: Path) -> None:
@@ -520,7 +606,7 @@ async def test_progress_of_a_router_resets_its_breaker(tmp_path: Path) -> None:
             await deployment.until(BACK, times=deaths)
 
 
-async def test_router_dies_while_the_shards_load_again(tmp_path: Path) -> None:
+async def test_a_router_that_dies_while_the_shards_load_again_is_restarted(tmp_path: Path) -> None:
     async with deploy(tmp_path, FAKE_SHARD="serve,mute,serve") as deployment:
         await deployment.until(SERVED)
         os.kill(deployment.pid("shard-0"), signal.SIGKILL)
@@ -541,6 +627,7 @@ async def test_router_dies_while_the_shards_load_again(tmp_path: Path) -> None:
 
 async def test_refusal_of_a_router_that_lost_its_shards_is_not_its_own(tmp_path: Path) -> None:
     async with deploy(tmp_path, FAKE_ROUTER="mute,serve") as deployment:
+        await deployment.until("Shard ready")
         await deployment.until("router is mute")
         os.kill(deployment.pid("shard-0"), signal.SIGKILL)
         await deployment.until("The shards are back")
@@ -549,7 +636,8 @@ async def test_refusal_of_a_router_that_lost_its_shards_is_not_its_own(tmp_path:
         assert "Webserver failed to start (exit code 1)" in deployment.output
 
 
-async def test_sighup_reaches_a_router_with_a_file_of_keys_alone(tmp_path: Path) -> None:
+async def test_sighup_reaches_only_a_router_with_a_key_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a:b")
     for flags, has_heard in (([], False), ([f"--api-key-file={tmp_path}/keys"], True)):
         async with deploy(tmp_path, *flags) as deployment:
             await deployment.until(SERVED)
@@ -559,6 +647,58 @@ async def test_sighup_reaches_a_router_with_a_file_of_keys_alone(tmp_path: Path)
             assert await deployment.end() == (0, "")
             assert len(deployment.lives("router")) == 1 + has_heard
             assert ("router hung up" in deployment.events()) == has_heard
+
+
+REPLACED = "The router is back"
+
+
+async def test_sigusr2_replaces_the_router_and_sigterm_ends_both(tmp_path: Path) -> None:
+    async with deploy(tmp_path) as deployment:
+        await deployment.until(SERVED)
+        old = deployment.pid("router")
+        deployment.process.send_signal(signal.SIGUSR2)
+        await deployment.until(REPLACED)
+        await deployment.until("router heard", times=3)
+        assert sorted((said["event"], said.get("is_old")) for said in deployment.heard()) == [
+            ("relay", False),
+            ("relay", True),
+            ("release", None),
+        ]
+        new = deployment.pid("router")
+        assert new != old
+        # The former one has nothing to relay to, until there is another router.
+        os.kill(new, signal.SIGKILL)
+        await deployment.until(REPLACED, times=2)
+        family = deployment.family()
+        assert old in {process.pid for process in family}
+        deployment.process.send_signal(signal.SIGTERM)
+        assert await deployment.end() == (0, "")
+        await deployment.assert_gone(family)
+        assert deployment.events().count("router stopped") == 2
+
+
+async def test_a_router_of_another_form_or_one_that_crashes_replaces_nothing(
+    tmp_path: Path,
+) -> None:
+    behaviour = {"FAKE_FORMS": "1,2,1", "FAKE_ROUTER": "serve,serve,crash,serve"}
+    async with deploy(tmp_path, **behaviour) as deployment:
+        await deployment.until(SERVED)
+        for times, reason in ((1, "cannot relay"), (2, "cannot start")):
+            deployment.process.send_signal(signal.SIGUSR2)
+            await deployment.until("The former router goes on", times=times)
+            assert reason in deployment.output
+        assert deployment.heard() == []
+        deployment.process.send_signal(signal.SIGUSR2)
+        await deployment.until(REPLACED)
+        assert len(deployment.lives("router")) == 4
+
+
+async def test_a_router_with_what_only_one_can_have_open_is_not_replaced(tmp_path: Path) -> None:
+    async with deploy(tmp_path, f"--journal={tmp_path}/journal") as deployment:
+        await deployment.until(SERVED)
+        deployment.process.send_signal(signal.SIGUSR2)
+        await deployment.until("a router with --journal cannot be replaced")
+        assert len(deployment.lives("router")) == 1
 
 
 async def test_closed_terminal_ends_the_deployment(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import os
 import pty
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from tests.package.programs import OpenAI, run, started
@@ -15,7 +19,7 @@ from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
 
 
-async def test_lines_are_messages_and_stdout_has_the_answers_alone() -> None:
+async def test_lines_are_messages_and_stdout_has_only_the_answers() -> None:
     server = OpenAI(lambda body: f"answer {len(body['messages'])}")
     async with served_application(server.application()) as url:
         words = ("chat", f"{url}/v1", "--system", "Be short.", "--max-tokens", "9")
@@ -35,7 +39,17 @@ async def test_lines_are_messages_and_stdout_has_the_answers_alone() -> None:
     assert server.keys == ["Bearer k"] * 2
 
 
-async def test_history_and_clear() -> None:
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+async def test_any_text_is_read_and_written_in_any_locale(encoding: str) -> None:
+    server = OpenAI(lambda body: "Zürich→東京")
+    async with served_application(server.application()) as url:
+        status, out, err = await run("chat", url, text="Où ça ?\n", PYTHONIOENCODING=encoding)
+    assert (status, err) == (0, "")
+    assert out == "Zürich→東京\n"
+    assert server.bodies[0]["messages"][0]["content"] == "Où ça ?"
+
+
+async def test_history_lists_the_messages_and_clear_drops_them() -> None:
     server = OpenAI(lambda body: f"answer {len(body['messages'])}")
     async with served_application(server.application()) as url:
         text = "One?\n/history\n/clear\n/what\nTwo?\n"
@@ -43,6 +57,37 @@ async def test_history_and_clear() -> None:
     assert (status, out) == (0, "answer 1\nanswer 1\n")
     assert err.splitlines() == [
         *("user: One?", "assistant: answer 1", "unknown command /what; /help lists the commands")
+    ]
+
+
+async def test_images_go_with_the_next_message_only(tmp_path: Path) -> None:
+    files = [tmp_path / "one.png", tmp_path / "two"]
+    files[0].write_bytes(b"\x89PNG\r\n\x1a\nrest")
+    files[1].write_bytes(b"\xff\xd8\xffrest")
+    server = OpenAI(lambda body: f"answer {len(body['messages'])}")
+    async with served_application(server.application()) as url:
+        text = f"One?\nTwo?\n/image {files[1]}\n/image {tmp_path}/none\nThree?\n/history\n"
+        status, _, err = await run("chat", url, "--image", str(files[0]), text=text)
+    assert status == 0
+    urls = [
+        f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
+        for kind, file in zip(("png", "jpeg"), files, strict=True)
+    ]
+    said = [message["content"] for message in server.bodies[-1]["messages"][::2]]
+    assert said == [
+        [{"type": "image_url", "image_url": {"url": urls[0]}}, {"type": "text", "text": "One?"}],
+        "Two?",
+        [{"type": "image_url", "image_url": {"url": urls[1]}}, {"type": "text", "text": "Three?"}],
+    ]
+    assert err.splitlines() == [
+        "the image goes with the next message",
+        f"error: {tmp_path}/none: No such file or directory",
+        "user: (image) One?",
+        "assistant: answer 1",
+        "user: Two?",
+        "assistant: answer 3",
+        "user: (image) Three?",
+        "assistant: answer 5",
     ]
 
 
@@ -77,20 +122,23 @@ async def test_a_refusal_ends_a_pipe_with_the_servers_words() -> None:
 @pytest.mark.parametrize(
     ("words", "status", "reason"),
     [
-        (("http://127.0.0.1:9",), 1, "cannot connect"),
+        (("http://127.0.0.1:9",), 1, "error: no server at http://127.0.0.1:9: nothing listens"),
         (("http://127.0.0.1:9", "--", "--port=1"), 2, "flags after --"),
         (("--", "--prot=1"), 2, "'--port'"),
         (("/no/folder",), 1, "error: folder /no/folder does not exist"),
         (("--max-tokens", "0"), 2, "--max-tokens"),
+        (("--image", "/no/file"), 2, "/no/file: no such file or directory"),
     ],
 )
-async def test_what_cannot_be_is_an_error(words: tuple[str, ...], status: int, reason: str) -> None:
+async def test_impossible_chat_commands_are_errors(
+    words: tuple[str, ...], status: int, reason: str
+) -> None:
     code, out, err = await run("chat", *words)
     assert (code, out) == (status, "")
     assert reason in err.lower()
 
 
-async def test_a_model_of_its_own() -> None:
+async def test_chat_starts_its_own_server_for_a_model() -> None:
     words = ("chat", "--temperature=0", "--", "--device=cpu")
     status, out, err = await run(*words, text="What is a KV cache?\n")
     assert (status, err) == (0, "Starting a server for the demo model\n")
@@ -140,3 +188,10 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_chat() -> None:
         session = Session(Client("http://127.0.0.1:9"), Conversation(), screen)
         assert session.run(runner) == 0
     assert screen.notes[1:] == ["\n/quit or Ctrl-D ends the chat", HELP]
+
+
+def test_a_locale_without_a_character_shows_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    Screen().write("caf\xe9 \u2603")
+    assert raw.getvalue() == b"caf? ?"

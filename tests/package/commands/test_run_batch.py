@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import signal
 from pathlib import Path
@@ -12,7 +13,16 @@ import pytest
 from aiohttp import web
 from tests.package.programs import run, started
 
-from millrace.batch import BadLine, BatchRequest, Counts, Output, parse, run_batch
+from millrace.batch import (
+    BadLine,
+    BatchRequest,
+    Counts,
+    Output,
+    count_lines,
+    parse,
+    read_lines,
+    run_batch,
+)
 from millrace.http.client import Client
 from millrace_testing.router.sse import served_application
 
@@ -46,6 +56,8 @@ class Server:
             await self.may_go_on.wait()
         await asyncio.sleep(0)
         self._running -= 1
+        if text == "nest":
+            return web.json_response({"choices": nested(400)})
         if text == "fail":
             return web.json_response({"error": {"message": "no"}}, status=400)
         return web.json_response({"choices": [{"message": {"content": f"re {text}"}}]})
@@ -55,6 +67,14 @@ def line(custom_id: str, text: str, **more: Any) -> str:
     body = {"model": "m", "messages": [{"role": "user", "content": text}]}
     value = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
     return json.dumps(value | more)
+
+
+def nested(depth: int) -> list[Any]:
+    """Lists in lists; orjson reads 1 024 levels and writes 254."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def answers(path: Path) -> dict[str | None, Any]:
@@ -83,6 +103,20 @@ async def test_every_line_gets_a_line(tmp_path: Path) -> None:
     assert found[None]["error"]["message"].startswith("line 3: it is not JSON")
 
 
+async def test_a_deeply_nested_body_costs_only_its_line(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    deep = line("a", "x", body={"messages": nested(400)})
+    source.write_text("\n".join([deep, line("b", "nest"), line("c", "two")]))
+    server = Server()
+    async with served_application(server.application()) as url:
+        for expected in (1, 0):
+            status, _, err = await run("run-batch", str(source), str(out), "--url", url)
+            assert (status, "Traceback" in err) == (expected, False)
+    assert server.asked == ["nest", "two"]
+    assert answers(out)["a"]["error"]["code"] == "invalid_request"
+    assert json.loads(answers(out)["b"]["response"]["body"]) == {"choices": nested(400)}
+
+
 async def test_a_run_goes_on_where_one_was_killed(tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
     source.write_text("\n".join([line("a", "one"), "bad", line("b", "wait"), line("c", "two")]))
@@ -106,7 +140,7 @@ async def test_a_run_goes_on_where_one_was_killed(tmp_path: Path) -> None:
     assert server.asked == ["wait", "two"]
 
 
-async def test_the_concurrency_is_bounded_and_a_busy_server_is_asked_again(tmp_path: Path) -> None:
+async def test_concurrency_is_bounded_and_refused_requests_are_retried(tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
     source.write_text("\n".join(line(str(number), f"t{number}") for number in range(40)))
     server, counts = Server(), Counts()
@@ -119,7 +153,7 @@ async def test_the_concurrency_is_bounded_and_a_busy_server_is_asked_again(tmp_p
     assert sorted(server.asked) == sorted(f"t{number}" for number in range(40))
 
 
-async def test_what_a_busy_server_left_is_asked_again_by_a_later_run(tmp_path: Path) -> None:
+async def test_a_later_run_retries_requests_that_a_busy_server_refused(tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
     source.write_text(line("a", "one"))
     server = Server()
@@ -149,12 +183,25 @@ async def test_a_server_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     words = ("run-batch", str(source), str(out), "--url", "http://127.0.0.1:9")
     status, _, err = await run(*words)
     assert status == 1
-    assert "error: http://127.0.0.1:9" in err
+    assert err.splitlines()[-1] == (
+        "error: no server at http://127.0.0.1:9: nothing listens there; `millrace serve` starts one"
+    )
     assert out.read_text() == ""
 
 
-async def test_a_wrong_command_line_is_2(tmp_path: Path) -> None:
-    status, _, err = await run("run-batch", str(tmp_path / "none"), str(tmp_path / "out"))
+async def test_a_batch_without_a_server_starts_none_by_itself(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text(line("a", "one"))
+    status, _, err = await run("run-batch", str(source), str(out))
+    assert status == 2
+    assert err.startswith("error: no server: name a running one by --url")
+    assert "--model millrace/demo" in err
+    assert not out.exists()
+
+
+async def test_a_wrong_command_line_exits_with_2(tmp_path: Path) -> None:
+    words = ("run-batch", str(tmp_path / "none"), str(tmp_path / "out"))
+    status, _, err = await run(*words, "--model", "millrace/demo")
     assert (status, err.splitlines()[0]) == (
         2,
         f"error: {tmp_path / 'none'}: No such file or directory",
@@ -170,16 +217,17 @@ async def test_a_wrong_command_line_is_2(tmp_path: Path) -> None:
         (line("a", "x", url="/v1/other"), "url is none of"),
         (line("a", "x", body=[]), "body must be an object"),
         (line("a", "x", body={"stream": True}), "cannot stream"),
+        (line("a", "x", body={"a": nested(400)}), "nested too deeply"),
     ],
 )
-def test_bad_lines_say_why(text: str, reason: str) -> None:
+def test_bad_lines_are_answered_with_the_reason(text: str, reason: str) -> None:
     found = parse(7, text.encode())
     assert isinstance(found, BadLine)
     assert reason in found.answer()["error"]["message"]
     assert found.answer()["error"]["line"] == 7
 
 
-def test_a_good_line() -> None:
+def test_a_valid_line_becomes_a_request() -> None:
     found = parse(1, line("a", "x").encode())
     assert isinstance(found, BatchRequest)
     assert (found.custom_id, found.url) == ("a", "/v1/chat/completions")
@@ -195,3 +243,11 @@ async def test_the_second_line_of_a_custom_id_is_bad(tmp_path: Path) -> None:
             assert status == expected
     assert server.asked == ["one"]
     assert len(out.read_text().splitlines()) == 2
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + f"{line('a', 'x')}\n{line('b', 'y')}\n".encode())
+    assert [one.custom_id for one in read_lines(path)] == ["a", "b"]
+    assert all(isinstance(one, BatchRequest) for one in read_lines(path))
+    assert count_lines(path) == 2

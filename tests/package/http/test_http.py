@@ -66,10 +66,30 @@ async def test_answers_of_other_servers_are_typed_errors(models: str) -> None:
 
 async def test_no_server_is_a_connection_that_failed() -> None:
     async with Client("http://127.0.0.1:9") as client:
-        with pytest.raises(ConnectionFailed):
+        sentence = (
+            "^no server at http://127.0.0.1:9: nothing listens there; `millrace serve` starts one$"
+        )
+        with pytest.raises(ConnectionFailed, match=sentence):
             await client.get("/info")
-        with pytest.raises(ConnectionFailed):
+        with pytest.raises(ConnectionFailed, match=sentence):
             [event async for event in client.stream("/x", {})]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "host", "sentence"),
+    [
+        ("https", None, "does not speak HTTPS: try an address that begins with http://"),
+        ("http", "no-such-host.invalid", "the name no-such-host.invalid cannot be resolved"),
+    ],
+)
+async def test_a_server_that_cannot_be_reached_is_a_plain_sentence(
+    scheme: str, host: str | None, sentence: str
+) -> None:
+    async with served_application(web.Application()) as url:
+        address = f"{scheme}://{host or url.partition('://')[2]}"
+        async with Client(address) as client:
+            with pytest.raises(ConnectionFailed, match=sentence):
+                await client.get("/info")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +102,9 @@ async def test_no_server_is_a_connection_that_failed() -> None:
         (b"[]", "error", "status 502: []"),
     ],
 )
-def test_refusals_of_all_servers(body: bytes, kind: str, message: str) -> None:
+def test_refusals_of_all_servers_have_a_kind_and_a_message(
+    body: bytes, kind: str, message: str
+) -> None:
     error = refusal(502, body)
     assert (error.status, error.kind, str(error)) == (502, kind, message)
 

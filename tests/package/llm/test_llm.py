@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import signal
@@ -20,10 +22,12 @@ import torch
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tests.package.programs import PATHS, OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace import LLM, AsyncLLM, ConnectionFailed, RequestError, SamplingParams, StartError
+from millrace.images import with_image_urls
 from millrace.llm.async_llm import RequestSlots
 from millrace.llm.deployment import arguments_of, settings_of
 from millrace.llm.local import Local
@@ -124,13 +128,45 @@ def test_streams_are_whole_answers_in_pieces(llm: LLM) -> None:
     assert chat.answer["system_fingerprint"].startswith(VERSION)
 
 
+def test_parts_of_transformers_become_those_of_openai(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    image = Image.new("RGB", (2, 3), "red")
+    image.save(file, "PNG")
+    (tmp_path / "a.png").write_bytes(file.getvalue())
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    text = {"type": "text", "text": "what?"}
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": image},
+        {"type": "image", "image": file.getvalue()},
+        {"type": "image", "path": tmp_path / "a.png"},
+        {"type": "image", "image": str(tmp_path / "a.png")},
+        {"type": "image", "url": url},
+    ]
+    (message,) = with_image_urls([{"role": "user", "content": [*parts, text]}])
+    assert message["content"] == [{"type": "image_url", "image_url": {"url": url}}] * 5 + [text]
+    plain = {"role": "user", "content": "a"}
+    assert with_image_urls([plain]) == [plain]
+    for wrong, error in (({"image": 3}, TypeError), ({}, ValueError), ({"path": "no"}, OSError)):
+        with pytest.raises(error):
+            with_image_urls([{"role": "user", "content": [{"type": "image", **wrong}]}])
+
+
+def test_a_model_of_text_refuses_an_image(llm: LLM) -> None:
+    parts = [{"type": "image", "image": Image.new("RGB", (2, 3))}]
+    with (
+        pytest.warns(UserWarning, match="image_url"),
+        pytest.raises(RequestError, match="reads only text"),
+    ):
+        llm.chat([{"role": "user", "content": parts}], GREEDY)
+
+
 def test_a_stop_string_is_cut(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, stop="attention")
     answer = llm.chat(MESSAGES, params)
     assert (answer.text, answer.finish_reason) == ("The KV cache keeps the ", "stop")
 
 
-def test_what_is_part_of_the_text_is_the_callers_choice(llm: LLM) -> None:
+def test_the_stop_string_is_part_of_the_text_only_on_request(llm: LLM) -> None:
     (cut,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop="a"))
     with_stop = SamplingParams(
         temperature=0, max_tokens=24, stop="a", extra={"include_stop_str_in_output": True}
@@ -140,14 +176,7 @@ def test_what_is_part_of_the_text_is_the_callers_choice(llm: LLM) -> None:
     assert whole.text == cut.text + "a"
 
 
-@pytest.mark.parametrize("field", [{"echo": True}, {"best_of": 2}, {"prompt_logprobs": 0}], ids=str)
-def test_what_has_no_place_in_a_piece_is_refused(llm: LLM, field: dict[str, object]) -> None:
-    with pytest.raises(RequestError, match=f"`{next(iter(field))}` is not supported without"):
-        llm.generate("A", SamplingParams(max_tokens=2, temperature=1.0, extra=field))
-    assert taken(llm) == 0
-
-
-def test_chats_and_fields_of_the_body(llm: LLM) -> None:
+def test_chats_accept_further_fields_of_the_body(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     field = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     answers = llm.chats([MESSAGES, MESSAGES], SamplingParams(seed=1), response_format=field)
@@ -177,14 +206,14 @@ def test_a_refusal_is_typed(llm: LLM, params: SamplingParams, status: int, reaso
     assert taken(llm) == 0
 
 
-def test_a_field_that_would_change_the_answer_is_refused_and_an_unknown_one_told(llm: LLM) -> None:
+def test_fields_that_change_the_answer_are_refused_and_unknown_ones_reported(llm: LLM) -> None:
     with pytest.raises(RequestError, match="`n_predict` is not supported"):
         llm.generate("A", SamplingParams(max_tokens=1, extra={"n_predict": 5}))
     with pytest.warns(UserWarning, match="without effect: made_up"):
         llm.generate("A", SamplingParams(max_tokens=1, extra={"made_up": 5}))
 
 
-def test_a_killed_shard_costs_no_token(llm: LLM) -> None:
+def test_a_killed_shard_loses_no_token(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     (expected,) = llm.generate("A", params)
     stream = llm.stream("A", params)
@@ -196,7 +225,7 @@ def test_a_killed_shard_costs_no_token(llm: LLM) -> None:
     assert ids == expected.outputs[0].token_ids
 
 
-async def test_the_asynchronous_form_on_a_loop_of_its_own() -> None:
+async def test_the_asynchronous_form_answers_and_ends_its_shard() -> None:
     before = shards()
     async with AsyncLLM(device="cpu", adapter_cache=None) as llm:
         chat, outputs = await asyncio.gather(llm.chat(MESSAGES, GREEDY), llm.generate("A", GREEDY))
@@ -249,7 +278,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def test_completions() -> None:
+async def test_completions_are_answered_and_streamed() -> None:
     application = OpenAI(lambda body: "").application()
     application.router.add_post("/v1/completions", completions)
     async with served_application(application) as url, AsyncLLM(f"{url}/v1") as llm:
@@ -285,12 +314,7 @@ async def test_errors_are_typed() -> None:
         await llm.chat(REMOTE_MESSAGES)
 
 
-def test_a_server_takes_no_flags() -> None:
-    with pytest.raises(TypeError, match="max_total_tokens"):
-        AsyncLLM("http://127.0.0.1:9", max_total_tokens=5)
-
-
-async def test_without_an_event_loop() -> None:
+async def test_a_remote_server_can_be_used_without_an_event_loop() -> None:
     server = OpenAI(lambda body: "one two")
 
     def use(url: str) -> list[str]:
@@ -312,7 +336,7 @@ async def test_without_an_event_loop() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 5), st.lists(st.integers(1, 8), min_size=1, max_size=12))
-def test_all_get_their_places_and_give_them_back(
+def test_all_requests_get_their_slots_and_return_them(
     data: st.DataObject, count: int, wanted: list[int]
 ) -> None:
     leaves = data.draw(st.sets(st.integers(0, len(wanted) - 1)))
@@ -351,7 +375,7 @@ def test_all_get_their_places_and_give_them_back(
     assert max(most, default=0) <= count
 
 
-async def test_places_that_are_given_to_one_who_leaves_go_to_the_next() -> None:
+async def test_slots_of_a_cancelled_request_go_to_the_next_one() -> None:
     places, got = RequestSlots(1), []
 
     async def work(number: int) -> None:
@@ -368,7 +392,7 @@ async def test_places_that_are_given_to_one_who_leaves_go_to_the_next() -> None:
     assert got == [2]
 
 
-def test_only_what_is_set_is_in_the_body() -> None:
+def test_the_body_has_only_parameters_that_are_set() -> None:
     assert SamplingParams().body() == {"n": 1}
     params = SamplingParams(temperature=0, stop=("a", "b"), extra={"logit_bias": {"5": 1.0}})
     assert params.body() == {
@@ -437,7 +461,7 @@ def test_scores_match_transformers(pooling_llm: LLM, folder: Path) -> None:
     assert pooling_llm.score(TEXTS[:1], TEXTS[1]) == pytest.approx(expected[:1], abs=1e-4)
 
 
-def test_what_is_wrong_is_refused(pooling_llm: LLM) -> None:
+def test_invalid_pooling_requests_are_refused(pooling_llm: LLM) -> None:
     with pytest.raises(RequestError, match="`dimensions` must be <="):
         pooling_llm.embed("a", dimensions=10_000)
     with pytest.raises(RequestError, match="`text_1` must have one text"):
@@ -448,7 +472,7 @@ def test_what_is_wrong_is_refused(pooling_llm: LLM) -> None:
         pooling_llm.generate("a")
 
 
-async def test_a_server_is_asked_for_both() -> None:
+async def test_a_remote_server_embeds_and_scores() -> None:
     bodies: list[Any] = []
 
     def answering(field: str, values: list[Any]) -> Any:

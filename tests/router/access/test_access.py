@@ -43,7 +43,9 @@ def file(tmp_path: Path) -> Path:
 
 async def test_each_key_opens_every_route_that_needs_one(file: Path) -> None:
     async with serving(api_key_file=file) as edge:
-        for headers in (bearer("key-1"), bearer("key-2"), {"x-api-key": "key-3"}):
+        lower = {"authorization": "bearer key-1"}
+        wide = {"authorization": "Bearer  key-1"}
+        for headers in (bearer("key-1"), lower, wide, bearer("key-2"), {"x-api-key": "key-3"}):
             assert (await edge.post("/generate", ASKED, headers=headers))[0] == 200
             assert (await edge.get("/v1/quarantine", headers=headers))[0] == 200
         for headers in (
@@ -51,6 +53,9 @@ async def test_each_key_opens_every_route_that_needs_one(file: Path) -> None:
             bearer("key"),
             bearer("key-4"),
             bearer("search"),
+            {"authorization": "Basic key-1"},
+            {"authorization": "key-1"},
+            {"authorization": "bearer"},
             bearer("search:key-1"),
         ):
             status, body, _ = await edge.post("/generate", ASKED, headers=headers)
@@ -139,7 +144,7 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_names_and_keys(key_file: Path) -> None:
+def test_names_and_keys_are_read_from_the_file(key_file: Path) -> None:
     key_file.write_text(
         "# teams\n\nsearch : sk-1:2\n  # old and new\nops@acme.org:a\r\nops@acme.org:b\nx.y_z-1:wörld"
     )
@@ -232,6 +237,20 @@ async def test_answers_and_streams_come_over_https(tmp_path: Path) -> None:
         await asyncio.wait_for(router_ready(url), 60)
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_plain_http_on_the_https_port_is_answered_with_a_sentence(
+    method: str, tmp_path: Path
+) -> None:
+    files = certificate(tmp_path, "server", "127.0.0.1")
+    config = config_of(ssl_certfile=files.cert, ssl_keyfile=files.key)
+    async with serving_config(config) as url, aiohttp.ClientSession() as client:
+        plain = url.replace("https://", "http://")
+        async with client.request(method, f"{plain}/generate", json=GENERATE) as answer:
+            assert answer.status == 400
+            assert "https://" in await answer.text()
+        await asyncio.wait_for(router_ready(url), 60)
+
+
 async def test_clients_need_a_certificate_of_the_authority(tmp_path: Path) -> None:
     authority = trustme.CA()
     files = certificate(tmp_path, "server", "127.0.0.1", authority=authority)
@@ -253,7 +272,7 @@ async def test_clients_need_a_certificate_of_the_authority(tmp_path: Path) -> No
                 await status(cert, key)
 
 
-def test_without_flags_there_is_none() -> None:
+def test_the_listener_has_no_tls_without_flags() -> None:
     assert listener_tls(config_of()) is None
 
 

@@ -20,6 +20,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 
+from millrace_router.adapters.fetching.canonical import base_module
 from millrace_router.adapters.fetching.errors import Invalid
 from millrace_router.adapters.fetching.tensors import parse_safetensors
 from millrace_router.request.adapter import AdapterModule
@@ -74,7 +75,7 @@ def test_the_change_of_each_weight_is_pefts(fields: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("targets", [["c_attn"], ["c_attn", "c_proj", "c_fc"]])
-def test_fused_layers_of_the_class_conv1d(targets: list[str], tmp_path: Path) -> None:
+def test_fused_layers_of_the_class_conv1d_match_peft(targets: list[str], tmp_path: Path) -> None:
     model = save_adapter(
         tmp_path / "a", model=tiny_gpt2(), target_modules=targets, fan_in_fan_out=True
     )
@@ -108,7 +109,7 @@ def test_biases_have_their_factor(tmp_path: Path) -> None:
     assert [Q0, 4, True] in answer["modules"]
 
 
-def test_the_file_is_what_shards_expect(tmp_path: Path) -> None:
+def test_the_file_has_the_format_that_shards_expect(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", r=3, target_modules=["k_proj"])
     answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
     path = tmp_path / answer["digest"] / "adapter.safetensors"
@@ -189,6 +190,32 @@ def test_variants_of_keys_give_the_same_digest(
     assert renamed.keys() != saved.keys()
     save_file(renamed, tmp_path / "a" / WEIGHTS)
     assert fetch_folder(tmp_path / "a", tmp_path, LLAMA)["digest"] == first["digest"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "published"),
+    [
+        ("model.layers.3.mixer.in_proj", "backbone.layers.3.mixer.in_proj"),
+        ("backbone.layers.3.mixer.in_proj", "backbone.layers.3.mixer.in_proj"),
+        ("model.layers.1.self_attn.forget_gate.f_a_proj", "model.layers.1.self_attn.f_a_proj"),
+        (
+            "model.layers.1.mlp.shared_experts.up_proj",
+            "model.layers.1.block_sparse_moe.shared_experts.up_proj",
+        ),
+        ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ("model.layers.1.mlp.experts.up_proj", None),
+    ],
+)
+def test_modules_have_the_names_of_the_class_or_of_published_files(
+    trained: str, published: str | None
+) -> None:
+    modules = (
+        "backbone.layers.3.mixer.in_proj",
+        "model.layers.1.self_attn.f_a_proj",
+        "model.layers.1.block_sparse_moe.shared_experts.up_proj",
+        "model.layers.0.mlp.up_proj",
+    )
+    assert base_module(trained, modules) == published
 
 
 def test_targets_without_tensors_are_noted(tmp_path: Path) -> None:
@@ -334,7 +361,7 @@ def test_a_rank_above_the_limit_is_refused(tmp_path: Path) -> None:
     assert f"'{Q0}' is 17, and at most 16" in answer["reason"]
 
 
-def test_a_bias_that_overflows_with_its_factor(tmp_path: Path) -> None:
+def test_a_bias_that_overflows_with_its_factor_is_refused(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", lora_bias=True, lora_alpha=800, target_modules=["q_proj"])
     saved = load_file(tmp_path / "a" / WEIGHTS)
     bias = torch.full((16,), 3e37)

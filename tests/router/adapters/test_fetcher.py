@@ -47,6 +47,7 @@ from millrace_router.request.adapter import (
 )
 from millrace_testing.adapters.fake_fetcher import version
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
+from millrace_testing.clock import Clock
 
 LLAMA = modules_of(tiny_llama())
 LIMITS = FetchLimits(max_bytes=1 << 24, timeout_seconds=60)
@@ -60,16 +61,6 @@ while not os.path.exists(os.path.join(folder, "go-" + id_)):
 print(open(os.path.join(folder, "go-" + id_)).read())
 """
 """Writes its id to a file `started-<id>`, and answers with the file `go-<id>` when it is there."""
-
-
-class Clock:
-    """A clock that a test turns."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def answer_of(digest: str, num_bytes: int = 10, **other: Any) -> str:
@@ -153,7 +144,7 @@ async def test_versions_count_slices_and_biases(tmp_path: Path) -> None:
         assert (logs[0]["event"], logs[0]["adapter"]) == ("a note", "name of a")
 
 
-async def test_two_run_at_once(tmp_path: Path) -> None:
+async def test_two_fetches_run_at_once(tmp_path: Path) -> None:
     async with playing(tmp_path) as play:
         tasks = {id_: play.fetch(id_) for id_ in "abc"}
         await play.started("a")
@@ -180,19 +171,45 @@ async def test_abandoned_fetches_are_killed(tmp_path: Path) -> None:
         assert (await play.fetch("b")).digest
 
 
-async def test_no_caller_fills_the_line(tmp_path: Path) -> None:
+async def test_no_caller_can_fill_the_fetch_queue(tmp_path: Path) -> None:
     async with playing(tmp_path) as play:
         many = [play.fetch(str(number), caller="greedy") for number in range(MAX_PER_CALLER)]
         await play.started("0")
         with pytest.raises(AdapterUnavailable, match="too many adapters"):
-            await play.fetch("x", caller="greedy")
+            await asyncio.wait_for(play.fetch("x", caller="greedy"), 30.0)
         others = [play.fetch(f"y{n}") for n in range(MAX_OF_CLIENTS - len(many))]
         await asyncio.sleep(0)
         with pytest.raises(AdapterUnavailable, match="too many adapters"):
-            await play.fetch("z", caller="late")
+            await asyncio.wait_for(play.fetch("z", caller="late"), 30.0)
         operators = play.fetch("o", by_operator=True)
         await asyncio.sleep(0)
         assert not any(task.done() for task in (*many, *others, operators))
+
+
+async def test_callers_that_wait_to_fetch_alternate(tmp_path: Path) -> None:
+    """One with eight slow fetches holds one of two turns, and delays another by no more than one fetch."""
+    async with playing(tmp_path) as play:
+        many = [play.fetch(f"greedy{n}", caller="greedy") for n in range(MAX_PER_CALLER)]
+        await play.started("greedy0")
+        other = play.fetch("other", caller="other")
+        async with asyncio.timeout(30.0):
+            await play.started("other")
+        assert play.running() == {"greedy0", "other"}
+        late = [play.fetch(f"late{n}", caller="late") for n in range(2)]
+        play.go("other", answer_of("a"))
+        await other
+        await play.started("late0")
+        play.go("greedy0", answer_of("b"))
+        await many[0]
+        await play.started("greedy1")
+        assert play.running() == {"greedy0", "other", "late0", "greedy1"}
+        many[2].cancel()
+        play.go("late0", answer_of("c"))
+        play.go("greedy1", answer_of("d"))
+        await asyncio.gather(late[0], many[1])
+        await play.started("late1")
+        await play.started("greedy3")
+        assert "greedy2" not in play.running()
 
 
 async def test_a_fetch_that_takes_too_long_is_killed(tmp_path: Path) -> None:
@@ -294,7 +311,7 @@ async def test_broken_adapters_are_remembered_by_their_files(tmp_path: Path) -> 
             await play.fetch("a")
 
 
-async def test_the_cache_makes_room_but_not_of_what_is_needed(tmp_path: Path) -> None:
+async def test_the_cache_evicts_only_versions_that_are_not_in_use(tmp_path: Path) -> None:
     async with playing(tmp_path, max_bytes=25, needed={"a" * 64}) as play:
         for id_ in "ab":
             (tmp_path / "cache" / (id_ * 64)).mkdir()
@@ -520,7 +537,7 @@ def test_a_version_whose_file_was_removed_is_not_there(tmp_path: Path) -> None:
     assert cache.num_bytes == 0
 
 
-def test_a_folder_is_made(tmp_path: Path) -> None:
+def test_a_missing_cache_folder_is_created(tmp_path: Path) -> None:
     cache = AdapterCache(tmp_path / "a" / "b", max_bytes=1, clock=Clock())
     cache.open()
     assert (tmp_path / "a" / "b").is_dir()

@@ -29,6 +29,7 @@ from millrace_router.errors import (
 from millrace_router.request.adapter import AdapterReference, AdapterSource, AdapterVersion
 from millrace_testing.adapters.hub_stub import HubStub, Repository, hub_stub
 from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
+from millrace_testing.clock import Clock
 
 LLAMA = modules_of(tiny_llama())
 LIMITS = FetchLimits(max_bytes=1 << 20, timeout_seconds=60)
@@ -43,16 +44,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("saved")
     save_adapter(folder)
     return {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS, "README.md")}
-
-
-class Clock:
-    """A clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Fetching:
@@ -158,7 +149,7 @@ async def test_access_is_checked_by_the_commit(files: dict[str, bytes], tmp_path
 
 
 @pytest.mark.parametrize("token", ["two words", "line\r\nx-evil: 1", "", "\u2603", "x" * 600])
-def test_tokens_that_are_no_header(token: str) -> None:
+def test_tokens_that_cannot_be_a_header_are_forbidden(token: str) -> None:
     with pytest.raises(Forbidden):
         Hub("http://127.0.0.1:1", token).commit_of("org/a", None)
 
@@ -288,7 +279,9 @@ async def test_a_redirect_within_the_hub_is_followed(
         ("https://huggingface.co", "https://huggingface.co:99999/x", None),
     ],
 )
-def test_redirects(endpoint: str, location: str, *, gets_token: bool | None) -> None:
+def test_redirects_keep_the_token_only_within_the_hub(
+    endpoint: str, location: str, *, gets_token: bool | None
+) -> None:
     hub = Hub(endpoint, TOKEN)
     if gets_token is None:
         with pytest.raises(Unavailable):
@@ -298,7 +291,7 @@ def test_redirects(endpoint: str, location: str, *, gets_token: bool | None) -> 
     assert ("authorization" in hub.headers_for(target)) == gets_token
 
 
-def test_a_hub_that_is_not_there() -> None:
+def test_a_hub_that_does_not_answer_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="does not answer"):
         Hub("http://127.0.0.1:1").commit_of("org/a", None)
 

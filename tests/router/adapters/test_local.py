@@ -83,7 +83,7 @@ def test_an_absolute_path_below_the_root_is_fetched(root: Path) -> None:
     ],
     ids=lambda name: repr(name[:20]),
 )
-def test_everything_else_is_not_found(root: Path, name: str) -> None:
+def test_names_of_no_adapter_below_the_root_are_unknown(root: Path, name: str) -> None:
     save_adapter(root.parent / "root2")
     assert fetch(root, name) == NOT_FOUND
     assert fetch(root, f"{root.parent}/{name}") == NOT_FOUND
@@ -99,7 +99,7 @@ def test_links_that_lead_out_are_not_followed(root: Path) -> None:
     assert "digest" in fetch(root, "inner")
 
 
-def test_a_root_that_is_a_link(root: Path) -> None:
+def test_a_root_may_be_a_link(root: Path) -> None:
     (root.parent / "alias").symlink_to(root)
     assert "digest" in fetch(root.parent / "alias", "team/good")
     assert fetch(root.parent / "alias", "../secret") == NOT_FOUND
@@ -180,7 +180,9 @@ def test_sizes_are_checked_before_anything_is_read(root: Path) -> None:
     assert "adapter_config.json has more than" in fetch(root, "team/good")["reason"]
 
 
-def test_a_file_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_unavailable(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = os.open
 
     def refuse(path: Any, flags: int, **options: Any) -> int:
@@ -194,7 +196,7 @@ def test_a_file_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert answer["reason"] == f"{WEIGHTS} cannot be read: Permission denied"
 
 
-def test_a_folder_that_becomes_a_link_after_it_was_resolved(
+def test_a_folder_that_becomes_a_link_after_resolution_is_not_followed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, good = os.open, root / "team" / "good"
@@ -210,7 +212,7 @@ def test_a_folder_that_becomes_a_link_after_it_was_resolved(
     assert good.is_symlink()
 
 
-def test_a_file_that_becomes_a_link_after_it_was_resolved(
+def test_a_file_that_becomes_a_link_after_resolution_is_not_followed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, path = os.open, root / "team" / "good" / WEIGHTS
@@ -304,7 +306,7 @@ def test_names_in_messages_are_short_and_on_one_line() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_mutated_headers(seed: int, tmp_path: Path) -> None:
+def test_mutated_adapter_headers_are_accepted_or_refused(seed: int, tmp_path: Path) -> None:
     save_adapter(tmp_path, target_modules=["q_proj"], r=2)
     data, random_ = (tmp_path / "adapter_model.safetensors").read_bytes(), random.Random(seed)
     taken = Counter(check_header(mutated_file(data, random_)) for _ in range(1000))
@@ -313,7 +315,7 @@ def test_mutated_headers(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_mutated_adapters(seed: int, tmp_path: Path) -> None:
+def test_mutated_adapters_are_accepted_or_refused(seed: int, tmp_path: Path) -> None:
     save_adapter(tmp_path / "good", target_modules=["q_proj"], r=2)
     fuzz = AdapterFuzz(tmp_path / "good", modules_of(tiny_llama()), tmp_path)
     random_ = random.Random(seed)

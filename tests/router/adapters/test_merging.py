@@ -95,13 +95,13 @@ def merging(tmp_path: Path) -> Merging:
     return Merging(tmp_path)
 
 
-def test_linear(merging: Merging) -> None:
+def test_linear_merging_matches_peft(merging: Merging) -> None:
     merging.check("linear")
 
 
 @pytest.mark.parametrize("method", ["total", "frequency"])
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.75, 1.0])
-def test_ties(merging: Merging, density: float, method: str) -> None:
+def test_ties_merging_matches_peft(merging: Merging, density: float, method: str) -> None:
     merging.check("ties", density=density, majority_sign_method=method)
 
 
@@ -141,7 +141,7 @@ def masks_by_hand(merging: Merging) -> Callable[[torch.Tensor, float, bool], tor
         ("dare_ties", {"density": 0.8, "majority_sign_method": "frequency"}),
     ],
 )
-def test_dare(
+def test_dare_merging_matches_peft(
     merging: Merging, strategy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merge_utils, "random_pruning", masks_by_hand(merging))

@@ -54,6 +54,8 @@ def test_settings_that_peft_writes_by_itself_are_accepted() -> None:
     [
         {"task_type": "CAUSAL_LM"},
         {"task_type": None},
+        {"task_type": "FEATURE_EXTRACTION"},
+        {"task_type": "SEQ_2_SEQ_LM"},
         {"bias": "none"},
         *({"init_lora_weights": how} for how in (True, False, None)),
         *({"init_lora_weights": how} for how in ("gaussian", "eva", "orthogonal", "mica")),
@@ -69,7 +71,7 @@ def test_settings_that_peft_writes_by_itself_are_accepted() -> None:
     ],
     ids=str,
 )
-def test_fields_that_change_nothing(fields: dict[str, Any]) -> None:
+def test_peft_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None:
     assert parse(**fields) == PeftConfig(rank=8, alpha=8.0)
 
 
@@ -158,7 +160,7 @@ def test_refusals_name_the_field(fields: dict[str, Any], message: str) -> None:
     ],
     ids=lambda text: repr(text[:30]),
 )
-def test_texts_that_are_no_json_object_with_one_meaning(text: bytes) -> None:
+def test_malformed_and_ambiguous_adapter_configs_are_invalid(text: bytes) -> None:
     with pytest.raises(Invalid, match=r"adapter_config\.json"):
         PeftConfig.parse(text)
 

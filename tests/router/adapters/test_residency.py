@@ -42,7 +42,7 @@ def resident(residency: Residency, name: str, now: float, *, num_pages: int = 1)
     return slot
 
 
-def test_the_least_recently_used_idle_place_is_evicted() -> None:
+def test_the_least_recently_used_idle_slot_is_evicted() -> None:
     residency = Residency(max_adapters=3, num_pages=9, cycle_seconds=1.0)
     slots = [resident(residency, name, 0.0) for name in "abc"]
     for slot in slots:
@@ -54,7 +54,7 @@ def test_the_least_recently_used_idle_place_is_evicted() -> None:
     assert not residency.advance(1.0).unloads, "one victim is enough"
 
 
-def test_as_many_idle_places_leave_as_pages_are_missing() -> None:
+def test_as_many_idle_adapters_are_evicted_as_pages_are_missing() -> None:
     residency = Residency(max_adapters=9, num_pages=6, cycle_seconds=1.0)
     slots = [resident(residency, name, 0.0, num_pages=2) for name in "abc"]
     residency.release(slots[0])
@@ -63,7 +63,7 @@ def test_as_many_idle_places_leave_as_pages_are_missing() -> None:
     assert residency.advance(1.0).unloads == [slots[0], slots[2]]
 
 
-def test_a_busy_place_is_closed_after_its_cycle_and_expelled_after_another() -> None:
+def test_a_busy_slot_is_closed_after_one_cycle_and_expelled_after_another() -> None:
     residency = Residency(max_adapters=2, num_pages=9, cycle_seconds=2.0)
     old = resident(residency, "a", 0.0)
     young = resident(residency, "b", 1.0)
@@ -113,7 +113,7 @@ def test_no_more_loads_than_allowed_run_at_a_time() -> None:
     assert [slot.version.name for slot in (first, second, third)] == ["a", "b", "c"]
 
 
-def test_after_a_restart_places_with_users_are_loaded_at_once_and_others_on_demand() -> None:
+def test_after_a_restart_used_slots_load_at_once_and_others_on_demand() -> None:
     residency = Residency(max_adapters=3, num_pages=9, cycle_seconds=2.0)
     used, idle = resident(residency, "a", 0.0), resident(residency, "b", 0.0)
     residency.release(idle)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.adapters.memory import Access, Recent
+from millrace_router.adapters.memory import Recent, new_grants
 from millrace_router.adapters.names import MAX_OLDER, Registry
 from millrace_router.adapters.resolver import MAX_REFUSALS, REFUSAL_SECONDS, ClientRules, Resolver
 from millrace_router.errors import (
@@ -36,19 +36,10 @@ from millrace_testing.adapters.fake_fetcher import (
     version,
     write_adapter,
 )
+from millrace_testing.clock import Clock
 
 OPEN = ClientRules(patterns=("hub:org/*",))
 PRIVATE = Repository(tokens=frozenset({"good", "other"}))
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def timed(fetcher: FakeFetcher, clock: Clock, rules: ClientRules = OPEN) -> Resolver:
@@ -57,7 +48,7 @@ def timed(fetcher: FakeFetcher, clock: Clock, rules: ClientRules = OPEN) -> Reso
         fetcher,
         Metrics(max_input_tokens=8, max_total_tokens=16),
         rules=rules,
-        access=Access(clock),
+        grants=new_grants(clock),
         refusals=Recent(MAX_REFUSALS, seconds=REFUSAL_SECONDS, clock=clock),
     )
 
@@ -244,7 +235,7 @@ async def test_a_hub_that_fails_opens_nothing() -> None:
         await resolve(resolver, "org/a", token="good")
 
 
-async def test_each_token_is_asked_about_and_the_weights_are_fetched_once() -> None:
+async def test_each_token_is_checked_and_the_weights_are_fetched_once() -> None:
     fetcher, clock = FakeFetcher(hub={"org/a": PRIVATE}), Clock()
     resolver = timed(fetcher, clock)
     for token in ("good", "other", "good", "other"):

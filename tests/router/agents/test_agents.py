@@ -15,10 +15,9 @@ from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.validation.validator import Validated
 from millrace_testing.router.edge import limits_with, serving
 from millrace_testing.router.streams import RESPONSES, events_of, response_of
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.text.texts import saying
 
 FOLDER = Path(__file__).parent / "recorded"
-BYTES = tokenizer("byte_level")
 LIMITS = limits_with(max_input_tokens=60_000, max_total_tokens=64_000)
 TEMPLATE = (
     "{% for turn in messages %}{{ turn.role }}"
@@ -70,9 +69,8 @@ async def replayed(name: str, **options: Any) -> tuple[int, str, str, str]:
     """Status, ignored header, prompt and body of the answer to a recording."""
     kept = json.loads((FOLDER / f"{name}.json").read_text())
     prompts: list[str] = []
-    script = Generations([*BYTES.encode("a"), 0], tokenizer=BYTES)
     usual = {"limits": LIMITS, "template": TEMPLATE, "tool_call_parser": "hermes"}
-    async with serving(script, **usual | options) as edge:
+    async with serving(saying("a"), **usual | options) as edge:
         validator = edge.services.validator
         validate = validator.validate
 
@@ -100,7 +98,7 @@ async def test_a_recorded_request_is_taken(name: str) -> None:
     assert rendered == prompt
 
 
-async def test_a_reference_to_what_is_not_stored_says_so() -> None:
+async def test_a_reference_to_a_response_that_is_not_stored_is_refused() -> None:
     for options in ({}, {"responses_store": 1}):
         status, _, _, answer = await replayed(STORED, **options)
         assert status == 400
@@ -127,14 +125,9 @@ MESSAGE_NAMES = ", ".join(f"tools.{tool['type']}" for tool in ANTHROPIC_TOOLS)
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
-def says(*texts: str) -> Generations:
-    """A script that says each text to one request after the other, and ends."""
-    return Generations(*([*BYTES.encode(text), 0] for text in texts), tokenizer=BYTES)
-
-
 def serving_messages(script: Any = None, **options: Any) -> Any:
     usual = {"limits": WIDE, "template": ROLES_TEMPLATE, "tool_call_parser": "hermes"}
-    return serving(script or says("a", "a", "a"), **usual | options)
+    return serving(script or saying("a", "a", "a"), **usual | options)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
@@ -259,7 +252,7 @@ def serving_responses(script: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("is_strict", [False, True], ids=["usual", "strict_fields"])
 async def test_tools_of_other_types_are_left_out_and_named(is_strict: bool) -> None:
-    async with serving_responses(says("a", "a"), strict_fields=is_strict) as edge:
+    async with serving_responses(saying("a", "a"), strict_fields=is_strict) as edge:
         status, answer, response = await edge.post(
             RESPONSES, RESPONSE | {"tools": [*OPENAI_TOOLS, ADD_FUNCTION]}
         )
@@ -272,7 +265,7 @@ async def test_tools_of_other_types_are_left_out_and_named(is_strict: bool) -> N
 
 async def test_a_choice_among_tools_is_one_among_those_that_are_left() -> None:
     searching = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
-    async with serving_responses(says("a")) as edge:
+    async with serving_responses(saying("a")) as edge:
         status, *_ = await edge.post(
             RESPONSES, RESPONSE | {"tools": OPENAI_TOOLS, "tool_choice": searching}
         )
@@ -289,7 +282,7 @@ async def test_items_without_a_text_are_named() -> None:
         {"type": "web_search_call", "id": "ws_1", "action": {"type": "search", "query": "q"}},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
     ]
-    async with serving_responses(says("a", "a")) as edge:
+    async with serving_responses(saying("a", "a")) as edge:
         _, _, response = await edge.post(RESPONSES, RESPONSE | {"input": items})
         assert response.headers[IGNORED] == "input.web_search_call, input.reasoning"
         verbose = {"text": {"verbosity": "high"}, "client_metadata": {"a": "b"}}
@@ -306,7 +299,7 @@ async def test_tools_in_a_namespace_are_called_by_both_names() -> None:
     }
     asked = RESPONSE | {"tools": [space, ADD_FUNCTION]}
     texts = [CALL % "agents__add", CALL % "add"]
-    async with serving_responses(says(*texts, *texts)) as edge:
+    async with serving_responses(saying(*texts, *texts)) as edge:
         for namespace in ("agents", None):
             _, answer, response = await edge.post(RESPONSES, asked)
             (call,) = answer["output"]
@@ -318,10 +311,16 @@ async def test_tools_in_a_namespace_are_called_by_both_names() -> None:
             assert (call["name"], call.get("namespace")) == ("add", namespace)
 
 
+async def test_a_namespace_without_tools_is_taken() -> None:
+    asked = RESPONSE | {"tools": [{"type": "namespace", "name": "agents"}, ADD_FUNCTION]}
+    async with serving_responses(saying("a")) as edge:
+        assert (await edge.post(RESPONSES, asked))[0] == 200
+
+
 async def test_a_tool_in_a_namespace_can_be_chosen() -> None:
     space = {"type": "namespace", "name": "agents", "tools": [ADD_FUNCTION]}
     choice = {"type": "function", "name": "add", "namespace": "agents"}
-    script = says(CALL % "agents__add")
+    script = saying(CALL % "agents__add")
     async with serving_responses(script) as edge:
         body = RESPONSE | {"tools": [space], "tool_choice": choice}
         answer = await edge.answer(RESPONSES, body)
@@ -341,7 +340,7 @@ async def test_items_may_bring_tools() -> None:
         "tools": [*OPENAI_TOOLS, ADD_FUNCTION],
     }
     items = [item, {"role": "user", "content": "hello"}]
-    async with serving_responses(says(*[CALL % "add"] * 2)) as edge:
+    async with serving_responses(saying(*[CALL % "add"] * 2)) as edge:
         _, answer, response = await edge.post(RESPONSES, RESPONSE | {"input": items})
         _, same, _ = await edge.post(RESPONSES, RESPONSE | {"tools": [ADD_FUNCTION]})
     assert response.headers[IGNORED] == RESPONSE_NAMES

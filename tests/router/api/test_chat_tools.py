@@ -7,17 +7,21 @@ import re
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_router.api.chat.choice import ChatDelta, ChoiceText
 from millrace_router.api.openai.render import ChatRenderer, ResponseMeta
+from millrace_router.request.names import Names
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind
 from millrace_router.request.token_stream import Finished, Token, TokenEvent
+from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.tool_calls.tool import CallDelta, Tool, ToolChoice
 from millrace_testing.engines.grammars import EOS, Words, lark
 from millrace_testing.router.edge import Edge, limits_with, serving
 from millrace_testing.router.streams import CHAT, added_up
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.text.texts import saying, tokenizer
 
 TEMPLATE = (
     "{% if tools %}<tool_call> {{ tools | map(attribute='function.name') | join(',') }} {% endif %}"
@@ -25,7 +29,6 @@ TEMPLATE = (
 )
 LIMITS = limits_with(max_input_tokens=1000, max_total_tokens=2000)
 BYTES = tokenizer("byte_level")
-END = 0
 WEATHER = {
     "type": "function",
     "function": {
@@ -43,12 +46,6 @@ ASKED = {"messages": [{"role": "user", "content": "hello"}], "tools": [WEATHER, 
 PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris 好"}}\n</tool_call>'
 NOON = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 CALL_ID = re.compile("call_[0-9a-f]{24}")
-
-
-def saying(*texts: str, end: bool = True) -> Generations:
-    """A model that says one text after the other, each to one choice."""
-    plans = [[*BYTES.encode(text), *([END] if end else [])] for text in texts]
-    return Generations(*plans, tokenizer=BYTES)
 
 
 def served(*texts: str, **options: Any) -> Any:
@@ -130,18 +127,172 @@ async def test_calls_that_are_not_to_be_parallel_end_with_the_first() -> None:
     assert call["function"]["name"] == "weather"
 
 
+HALF = '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa'
+FLAWED = {
+    "an unknown word": PARIS.replace('"Paris 好"', "Paris"),
+    "two values": PARIS.replace(' 好"', '" "x"'),
+    "no end": HALF,
+}
+
+
+@pytest.mark.parametrize("text", FLAWED.values(), ids=FLAWED)
+async def test_a_call_that_cannot_be_mended_is_text_and_in_a_stream_no_reason(text: str) -> None:
+    async with served(f"So. {text}", f"So. {text}") as edge:
+        answer = await edge.answer(CHAT, ASKED)
+        (streamed,) = added_up(await edge.chunks(CHAT, ASKED))
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": f"So. {text}"}
+    assert (choice["finish_reason"], streamed["finish_reason"]) == ("stop", "stop")
+    (call,) = streamed["message"]["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+
+
+async def test_a_whole_call_beside_a_broken_one_is_a_call() -> None:
+    text = f"{FLAWED['an unknown word']} {NOON}"
+    async with served(text, text) as edge:
+        answer = await edge.answer(CHAT, ASKED)
+        (streamed,) = added_up(await edge.chunks(CHAT, ASKED))
+    (choice,) = answer["choices"]
+    assert without_ids(choice["message"]["tool_calls"]) == [called("clock", "{}", description=None)]
+    assert choice["message"]["content"] == FLAWED["an unknown word"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert streamed["finish_reason"] == "stop", "clients would run both"
+
+
+async def test_a_flaw_that_can_be_mended_is_no_flaw() -> None:
+    written = PARIS.replace('"Paris 好"', "\"Paris\n\\d\", 'sure': True, ")
+    async with served(written, written) as edge:
+        answer = await edge.answer(CHAT, ASKED)
+        (streamed,) = added_up(await edge.chunks(CHAT, ASKED))
+    for choice in (answer["choices"][0], streamed):
+        (call,) = choice["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments == {"city": "Paris\n\\d", "sure": True}
+        assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_brace_too_many_is_not_shown() -> None:
+    async with served(PARIS.replace("}}", "}}}")) as edge:
+        answer = await edge.answer(CHAT, ASKED)
+    message = answer["choices"][0]["message"]
+    assert (message["content"], len(message["tool_calls"])) == (None, 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_that_is_cut_is_not_an_error(*, stream: bool) -> None:
-    async with serving(saying(PARIS, end=False), limits=LIMITS, template=TEMPLATE) as edge:
-        body = {**ASKED, "max_tokens": len(BYTES.encode(PARIS)) - 25}
+    async with serving(saying(HALF, end=()), limits=LIMITS, template=TEMPLATE) as edge:
+        body = {**ASKED, "max_tokens": len(BYTES.encode(HALF))}
         if stream:
             (choice,) = added_up(await edge.chunks(CHAT, body))
         else:
             _, answer, _ = await edge.post(CHAT, body)
             (choice,) = answer["choices"]
     assert choice["finish_reason"] == "length"
-    (call,) = choice["message"]["tool_calls"]
-    assert '{"city": "Paris 好"}'.startswith(call["function"]["arguments"])
+    if stream:
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["arguments"] == '{"city": "Pa'
+    else:
+        assert choice["message"] == {"role": "assistant", "content": HALF}
+
+
+async def test_a_call_begins_with_its_name_and_no_arguments() -> None:
+    async with served(PARIS) as edge:
+        chunks = await edge.chunks(CHAT, ASKED)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    first, second, *_ = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert first["function"] == {"name": "weather", "arguments": ""}
+    assert second == {"index": 0, "function": {"arguments": "{"}}
+
+
+BARE = '{"name": "weather", "arguments": {"city": "Paris"}}'
+UNTAGGED = {
+    "bare": BARE,
+    "by the other name": BARE.replace("arguments", "parameters"),
+    "in a fence": f"```json\n{BARE}\n```",
+    "in a fence without a language": f"\n```\n{BARE}\n```\n",
+    "in other tags": f"<tools>\n{BARE}\n</tools>",
+    "in a fence without an end": f"```json\n{BARE}\n",
+}
+NOT_CALLS = {
+    "with text behind it": f"{BARE}\nThis tells the weather.",
+    "with text before it": f"Write this:\n{BARE}",
+    "of an unknown tool": BARE.replace("weather", "rain"),
+    "broken": BARE.replace('"Paris"', "Paris"),
+    "two": f"{BARE}\n{BARE}",
+    "cut": BARE[:-4],
+}
+
+
+@pytest.mark.parametrize("text", UNTAGGED.values(), ids=UNTAGGED)
+async def test_an_answer_that_is_one_call_without_tags_is_a_call(text: str) -> None:
+    async with served(text, text) as edge:
+        answer = await edge.answer(CHAT, ASKED)
+        (streamed,) = added_up(await edge.chunks(CHAT, ASKED))
+    for choice in (answer["choices"][0], streamed):
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["arguments"] == '{"city": "Paris"}'
+        assert choice["finish_reason"] == "tool_calls"
+        assert not choice["message"]["content"]
+
+
+@pytest.mark.parametrize("text", UNTAGGED.values(), ids=UNTAGGED)
+async def test_a_call_without_tags_is_text_where_calls_are_forbidden(text: str) -> None:
+    async with served(text, text) as edge:
+        answer = await edge.answer(CHAT, ASKED | {"tool_choice": "none"})
+        (streamed,) = added_up(await edge.chunks(CHAT, ASKED | {"tool_choice": "none"}))
+    for choice in (answer["choices"][0], streamed):
+        assert choice["message"] == {"role": "assistant", "content": text}
+        assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("text", NOT_CALLS.values(), ids=NOT_CALLS)
+async def test_other_answers_with_a_call_without_tags_are_text(text: str) -> None:
+    async with served(text, text) as edge:
+        answer = await edge.answer(CHAT, ASKED)
+        (streamed,) = added_up(await edge.chunks(CHAT, ASKED))
+    for choice in (answer["choices"][0], streamed):
+        assert choice["message"] == {"role": "assistant", "content": text}
+        assert choice["finish_reason"] == "stop"
+
+
+ITERATING = (
+    "{% for turn in messages %}{{ turn.role }} {{ turn.content or '' }}{% for call in turn.tool_calls or [] %}"
+    "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"city": "Paris", "note": "so', "city=Paris;note=so;"),
+        ('{"city": oops', 'arguments={"city": oops;'),
+        ("Paris", "arguments=Paris;"),
+        ("[1]", "arguments=[1];"),
+        ("null", ""),
+        ("", ""),
+        (None, ""),
+        ({"city": "Paris"}, "city=Paris;"),
+    ],
+)
+async def test_any_call_of_an_earlier_turn_is_taken(arguments: object, rendered: str) -> None:
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [called("weather", arguments)]},  # type: ignore[arg-type]
+        {"role": "tool", "tool_call_id": "x", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
+    ]  # fmt: skip
+    async with served(template=ITERATING) as edge:
+        prompt = await prompt_of(edge, {"messages": turns})
+    assert prompt == f"user helloassistant {rendered}tool [image left out]"
+
+
+@pytest.mark.parametrize("odd", [{"content": None}, {}, {"content": []}, {"tool_calls": []}])
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+async def test_an_empty_turn_is_taken(role: str, odd: dict[str, Any]) -> None:
+    turns = [{"role": "user", "content": "hello"}, {"role": role, **odd}]
+    async with served(template=ITERATING) as edge:
+        prompt = await prompt_of(edge, {"messages": [*turns, turns[0]]})
+    assert prompt == f"user hello{role} user hello"
 
 
 async def test_text_that_only_begins_like_a_call_is_text() -> None:
@@ -160,7 +311,7 @@ async def test_text_that_only_begins_like_a_call_is_text() -> None:
         pytest.param({}, "weather,clock", False, id="absent"),
         pytest.param({"tool_choice": None}, "weather,clock", False, id="null"),
         pytest.param({"tool_choice": "auto"}, "weather,clock", False, id="auto"),
-        pytest.param({"tool_choice": "none"}, None, False, id="none"),
+        pytest.param({"tool_choice": "none"}, "weather,clock", False, id="none"),
         pytest.param({"tool_choice": "required"}, "weather,clock", True, id="required"),
         pytest.param({"tool_choice": "clock"}, "weather,clock", True, id="bare name"),
         pytest.param(
@@ -189,18 +340,37 @@ async def test_text_that_only_begins_like_a_call_is_text() -> None:
     ],
 )
 async def test_choices_are_read_in_all_forms(
-    fields: dict[str, Any], offered: str | None, *, is_guided: bool
+    fields: dict[str, Any], offered: str, *, is_guided: bool
 ) -> None:
     async with served(NOON) as edge:
         body = {**ASKED, **fields}
         prompt = await prompt_of(edge, body)
         answer = await edge.answer(CHAT, body)
         (request,) = edge.batcher.requests
-    assert prompt.startswith(f"<tool_call> {offered} user" if offered else "user")
+    may_call = fields.get("tool_choice") != "none"
+    assert prompt.startswith(f"<tool_call> {offered} user")
     assert (request.grammar is not None) == is_guided
     (choice,) = answer["choices"]
-    assert choice["finish_reason"] == ("tool_calls" if offered else "stop")
-    assert choice["message"]["content"] == (None if offered else NOON)
+    assert choice["finish_reason"] == ("tool_calls" if may_call else "stop")
+    assert choice["message"]["content"] == (None if may_call else NOON)
+
+
+async def test_a_turn_without_calls_shares_the_prompt_and_cannot_open_a_call() -> None:
+    rust = RustTokenizer.from_str(BYTES._rust.to_str())
+    rust.add_tokens([AddedToken("<tool_call>", special=False)])
+    own = Tokenizer(rust)
+    limits = limits_with(max_input_tokens=400, max_total_tokens=900, vocab_size=own.vocab_size)
+    async with served(NOON, tokenizer=own, limits=limits) as edge:
+        prompts = [
+            await prompt_of(edge, {**ASKED, "tool_choice": word}) for word in ("auto", "none")
+        ]
+        await edge.post(CHAT, {**ASKED, "tool_choice": "none", "max_tokens": 4})
+        (request,) = edge.batcher.requests
+    assert prompts[0] == prompts[1]
+    opener = (rust.token_to_id("<tool_call>"),)
+    assert opener in request.sampling.rules.bad_words
+    async with served(NOON, strict_tgi=True) as edge:
+        assert (await prompt_of(edge, {**ASKED, "tool_choice": "none"})).startswith("user")
 
 
 async def test_strict_tools_are_guided_though_nothing_is_forced() -> None:
@@ -220,10 +390,13 @@ ANY_JSON = {"type": "json_object"}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tool_choice": "nothing"}, "Tool with name nothing not found"),
+        (
+            {"tool_choice": "nothing"},
+            "Tool with name nothing not found: the tools are weather, clock",
+        ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "no"}}},
-            "Tool with name no not found",
+            "Tool with name no not found: the tools are weather, clock",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools of type `web_search` are not supported"),
         ({"tools": [{"type": "function"}]}, "a tool of type `function` needs a `function`"),
@@ -297,7 +470,9 @@ async def test_an_answer_without_calls_is_text() -> None:
 
 def test_a_piece_of_several_calls_is_a_chunk_each_and_the_end_after_them() -> None:
     """Clients take a finish reason for the end of the call before it."""
-    head = ResponseMeta("chat.completion", "chatcmpl", model="m", fingerprint="1")
+    head = ResponseMeta(
+        "chat.completion", "chatcmpl", model="m", fingerprint="1", names=Names.new()
+    )
     first, rest = CallDelta(0, "call_a", "weather", "{"), CallDelta(0, None, None, "}")
     piece = ChatDelta(
         "So.", "tool_calls", 9, None, (first, rest, CallDelta(1, "call_b", "clock", "{}"))
@@ -306,11 +481,13 @@ def test_a_piece_of_several_calls_is_a_chunk_each_and_the_end_after_them() -> No
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["delta"] for choice in choices] == [
         {"content": "So."},
-        {"tool_calls": [{"index": 0, "id": "call_a", **called("weather", "{}")}]},
-        {"tool_calls": [{"index": 1, "id": "call_b", **called("clock", "{}")}]},
+        {"tool_calls": [{"index": 0, "id": "call_a", **called("weather", "")}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]},
+        {"tool_calls": [{"index": 1, "id": "call_b", **called("clock", "")}]},
+        {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
         {},
     ]
-    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "tool_calls"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["tool_calls"]
     assert {choice["index"] for choice in choices} == {2}
 
 
@@ -347,19 +524,26 @@ async def test_log_probabilities_are_of_all_tokens() -> None:
         _, answer, _ = await edge.post(CHAT, {**ASKED, "logprobs": True})
         chunks = await edge.chunks(CHAT, {**ASKED, "logprobs": True})
     content = answer["choices"][0]["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in content[:-1]) == f"So. {PARIS}"
+    assert "".join(entry["token"] for entry in content) == f"So. {PARIS}"
     told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [entry for logprobs in told if logprobs for entry in logprobs["content"]] == content
 
 
-@pytest.mark.parametrize("stop", ["Paris", "</tool"])
-async def test_a_stop_string_cuts_within_calls_too(stop: str) -> None:
-    async with served(PARIS) as edge:
-        _, answer, _ = await edge.post(CHAT, {**ASKED, "stop": stop})
+async def test_log_probabilities_of_an_empty_answer_are_none() -> None:
+    async with served("") as edge:
+        answer = await edge.answer(CHAT, {**ASKED, "logprobs": True})
     (choice,) = answer["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["arguments"] == '{"city": "Paris 好"}'.partition(stop)[0]
-    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["content"], choice["logprobs"]) == ("", {"content": []})
+
+
+async def test_a_stop_string_cuts_within_calls_too() -> None:
+    async with served(PARIS, PARIS) as edge:
+        _, cut, _ = await edge.post(CHAT, {**ASKED, "stop": "Paris"})
+        _, whole, _ = await edge.post(CHAT, {**ASKED, "stop": "</tool"})
+    assert cut["choices"][0]["message"]["content"] == PARIS.partition("Paris")[0]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert len(whole["choices"][0]["message"]["tool_calls"]) == 1
+    assert whole["choices"][0]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -440,9 +624,12 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 def serving_dialect(*texts: str, strict_tgi: bool, script: Any = None) -> Any:
-    plans = [[*BYTES.encode(text), END] for text in texts]
-    script = script or Generations(*plans, tokenizer=BYTES)
-    return serving(script, limits=STRICT_LIMITS, template=STRICT_TEMPLATE, strict_tgi=strict_tgi)
+    return serving(
+        script or saying(*texts),
+        limits=STRICT_LIMITS,
+        template=STRICT_TEMPLATE,
+        strict_tgi=strict_tgi,
+    )
 
 
 async def choice_of(edge: Edge, **body: Any) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -17,7 +16,15 @@ from hypothesis import strategies as st
 from millrace_router.errors import QueueFull
 from millrace_router.request.request import ValidRequest, seed_of_sample
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, finished, limits_with, play, serving, token_event
+from millrace_testing.router.edge import (
+    Edge,
+    finished,
+    limits_with,
+    play,
+    plays,
+    serving,
+    token_event,
+)
 from millrace_testing.router.fake_router import DirectShards, collect, new_batcher, running
 from millrace_testing.shards.fake_shard import FakeShard
 
@@ -142,7 +149,7 @@ def independent_seed(seed: int, index: int) -> int:
 
 
 @pytest.mark.parametrize("path", URLS)
-async def test_seeds_follow_from_the_one_given(path: str) -> None:
+async def test_seeds_of_choices_follow_from_the_seed_of_the_request(path: str) -> None:
     async with served(counting()) as edge:
         await edge.post(path, {**ASKED[path], "n": 3, "seed": 7})
         await edge.post(path, {**ASKED[path], "seed": 7})
@@ -166,7 +173,7 @@ async def test_without_a_seed_all_are_drawn() -> None:
 
 @pytest.mark.parametrize("path", URLS)
 @pytest.mark.parametrize("n", [0, -1, 4])
-async def test_n_has_bounds(path: str, n: int) -> None:
+async def test_n_outside_its_bounds_is_refused(path: str, n: int) -> None:
     async with served(counting()) as edge:
         status, answer, _ = await edge.post(path, {**ASKED[path], "n": n})
         assert edge.batcher.requests == []
@@ -240,7 +247,7 @@ async def test_the_likeliest_samples_are_the_choices() -> None:
         ({"best_of": 2, "temperature": 0}, "you must use sampling when `best_of` is > 1"),
     ],
 )
-async def test_best_of_has_bounds(fields: dict[str, Any], message: str) -> None:
+async def test_best_of_outside_its_bounds_is_refused(fields: dict[str, Any], message: str) -> None:
     async with served(counting()) as edge:
         status, answer, _ = await edge.post("/v1/completions", {"prompt": "a", **fields})
     assert (status, answer["error_type"]) == (422, "validation")
@@ -307,13 +314,6 @@ async def test_the_prompt_s_full_blocks_are_computed_once(num_samples: int) -> N
     assert sum(chunks) == 14 + (num_samples - 1) * 2
 
 
-@pytest.fixture
-def _without_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.usefixtures("_without_collector")
 @pytest.mark.parametrize("path", URLS)
 @pytest.mark.parametrize("stream", [False, True])
@@ -328,10 +328,7 @@ async def test_answered_choices_are_freed_without_the_collector(path: str, *, st
 
 @pytest.mark.parametrize("path", URLS)
 async def test_a_special_token_in_the_middle_of_a_stream_is_hidden(path: str) -> None:
-    def script(_: ValidRequest, stream: TokenStream) -> None:
-        play(stream, "a", " b", "</s>", " c", " d")
-
-    async with served(script) as edge:
+    async with served(plays("a", " b", "</s>", " c", " d")) as edge:
         chunks = await events_of(edge, path, ASKED[path])
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     said = [

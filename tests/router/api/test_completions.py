@@ -76,15 +76,6 @@ async def answer_of(edge: Edge, **body: Any) -> Any:
     return await edge.answer(URL, body)
 
 
-def test_the_fakes_are_what_the_tests_take_them_for() -> None:
-    request = ValidRequest(
-        input_ids=(2, 4), max_new_tokens=1, prefill_logprobs=True, prompt_top_n_tokens=2
-    )
-    prompt = scores(request)
-    assert list(prompt.candidates(1)) == [(3, -0.5), (4, -1.0)]
-    assert not LIMITS.prefill_logprobs
-
-
 async def test_the_echo_has_the_prompts_log_probabilities_before_those_of_the_answer() -> None:
     async with serving(generate) as edge:
         answer = await answer_of(edge, **SCORED, max_tokens=3)
@@ -94,37 +85,21 @@ async def test_the_echo_has_the_prompts_log_probabilities_before_those_of_the_an
         "index": 0,
         "text": "hello wörld a hello world",
         "logprobs": {
-            "tokens": [" hello", " wörld", " a", " hello", " world", " </s>"],
-            "token_logprobs": [None, -1.0, -2.0, -0.25, -0.5, -0.75],
+            "tokens": [" hello", " wörld", " a", " hello", " world"],
+            "token_logprobs": [None, -1.0, -2.0, -0.25, -0.5],
             "top_logprobs": [
                 None,
                 {" world": -0.5, " wörld": -1.0},
                 {" 日本": -1.5, " a": -2.0},
                 {" hello": -0.25, " [UNK]": -3.0},
                 {" world": -0.5, " [UNK]": -3.0},
-                {" </s>": -0.75, " [UNK]": -3.0},
             ],
-            "text_offset": [0, 6, 12, 13, 19, 25],
+            "text_offset": [0, 6, 12, 13, 19],
         },
         "finish_reason": "stop",
     }
     assert (request.prefill_logprobs, request.prompt_top_n_tokens) == (True, 2)
     assert answer["usage"]["completion_tokens"] == 3
-
-
-async def test_a_harness_that_scores_finds_what_it_reads() -> None:
-    """lm-eval ignores the context, and the token generated after the prompt."""
-    async with serving(generate) as edge:
-        body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
-        answer = await answer_of(edge, prompt=[[2, 3, 5], [4, 4]], model="m", **body)
-    for choice, length in zip(answer["choices"], (3, 2), strict=True):
-        columns = choice["logprobs"]
-        assert columns["token_logprobs"][0] is None
-        assert len(columns["token_logprobs"]) == len(columns["top_logprobs"]) == length + 1
-        continuation = columns["token_logprobs"][1:-1]
-        assert continuation == [-float(i) for i in range(1, length)]
-        best = [max(top.values()) for top in columns["top_logprobs"][1:-1]]
-        assert best == [logprob + 0.5 for logprob in continuation]
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
@@ -213,6 +188,10 @@ async def test_token_ids_come_back_as_text_without_special_tokens() -> None:
         ({"prompt": "a", "logprobs": 6}, "`logprobs` must be >= 0 and <= 5. Given: 6"),
         ({"prompt": "a", "max_tokens": 0}, "strictly positive without `echo`"),
         ({"prompt": "a", "suffix": "z"}, "Suffix is not supported"),
+        ({"prompt": "a", "best_of": 3}, "`best_of` must be > 0 and <= 2"),
+        ({"prompt": ""}, "`prompt` cannot be empty"),
+        ({"prompt": "a", "temperature": 0, "top_p": -1}, "`top_p` must be > 0.0"),
+        ({"prompt": "a", "temperature": 0, "min_p": 2}, "`min_p` must be >= 0.0"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
@@ -418,7 +397,7 @@ async def test_a_text_comes_back_as_it_was_with_the_places_of_its_tokens(kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_token_ids_come_back_as_what_they_decode_to(kind: str) -> None:
+async def test_token_ids_come_back_as_their_decoded_text(kind: str) -> None:
     text = "hello world, the cat sat"
     ids = tokenizer(kind).encode(text)
     echo = await echo_of(tokenizer(kind), ids)
@@ -426,7 +405,7 @@ async def test_token_ids_come_back_as_what_they_decode_to(kind: str) -> None:
     assert list(echo.starts) == sorted(echo.starts)
 
 
-async def test_special_tokens_have_a_place_and_no_text() -> None:
+async def test_special_tokens_have_an_offset_and_no_text() -> None:
     ids = (*BYTES.encode("Hello"), 0, *BYTES.encode(" world"))
     echo = await echo_of(BYTES, ids)
     assert echo.text == "Hello world"
@@ -493,7 +472,7 @@ def test_the_token_comes_with_only_the_requested_candidates() -> None:
     }
 
 
-def test_of_tokens_called_alike_the_likeliest_stands_in_the_map() -> None:
+def test_the_map_has_the_likeliest_of_tokens_with_the_same_text() -> None:
     unknown = 10**6
     alike = event((unknown, "", -4.0), (unknown + 1, "", -1.0), (unknown + 2, "", -2.0))
     columns = CompletionLogprobs(BYTES, 2).token(alike, 0)
@@ -601,7 +580,7 @@ def test_the_token_and_the_likeliest_have_their_ranks() -> None:
 
 
 @pytest.mark.parametrize("route", BODIES)
-async def test_answers_have_them_if_requested(route: str) -> None:
+async def test_answers_have_prompt_logprobs_only_if_requested(route: str) -> None:
     async with serving(echo, limits=WIDE, template=TEMPLATE) as edge:
         body = {**BODIES[route], "max_tokens": 1}
         _, plain, _ = await edge.post(route, body)

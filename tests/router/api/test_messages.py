@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,13 +12,7 @@ import pytest
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
 from millrace_router.api.anthropic.to_chat import NAMES, chat_of
 from millrace_router.api.chat.chat import Chat
-from millrace_router.errors import (
-    BodyShapeError,
-    GenerationError,
-    RouterError,
-    ShardsGone,
-    ValidationError,
-)
+from millrace_router.errors import BodyShapeError, RouterError, ShardsGone, ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import MILLRACE
@@ -25,36 +20,22 @@ from millrace_router.request.request import GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server.bodies import to_model
 from millrace_router.tool_calls.tool import Tool, ToolChoice
-from millrace_testing.router.edge import Edge, fail, limits_with, play, serving, token_event
-from millrace_testing.router.idempotent import KEY
+from millrace_testing.router.edge import Edge, break_off, fail, limits_with, play, plays, serving
 from millrace_testing.router.streams import message_events_in, message_of
-from millrace_testing.text.texts import Generations, Plan, tokenizer
-from millrace_testing.text.thoughts import tagged
+from millrace_testing.text.texts import saying, tokenizer
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=400)
 BYTES = tokenizer("byte_level")
-END = 0
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 USER = {"role": "user", "content": "hello world"}
 ASKED: dict[str, Any] = {"model": "claude", "max_tokens": 200, "messages": [USER]}
+LONG = {"role": "user", "content": "hello " * 301}
 STREAM = {"stream": True}
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
+LARGEST = sys.float_info.max
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, "wörld"]}}\n</tool_call>'
-
-
-def ids(text: str) -> list[int]:
-    return list(BYTES.encode(text))
-
-
-def generations(*plans: Plan) -> Generations:
-    return Generations(*plans, tokenizer=BYTES)
-
-
-def says(*texts: str) -> Generations:
-    """A script that says each text to one request after the other, and ends."""
-    return generations(*([*ids(text), END] for text in texts))
 
 
 served = partial(serving, limits=WIDE, template=TEMPLATE)
@@ -73,7 +54,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_an_answer_has_the_form_of_anthropic() -> None:
-    async with served(says("Hello 好!")) as edge:
+    async with served(saying("Hello 好!")) as edge:
         status, answer, response = await edge.post(MESSAGES, ASKED)
     assert status == 200
     assert list(answer) == [
@@ -91,7 +72,7 @@ async def test_an_answer_has_the_form_of_anthropic() -> None:
             "input_tokens": 4,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
-            "output_tokens": len(ids("Hello 好!")) + 1,
+            "output_tokens": len(BYTES.encode("Hello 好!")) + 1,
         },
     }
     assert response.headers["request-id"] == response.headers["x-request-id"]
@@ -99,14 +80,14 @@ async def test_an_answer_has_the_form_of_anthropic() -> None:
 
 
 async def test_ids_are_unique_and_without_a_name_the_model_has_its_own() -> None:
-    async with served(says("a", "b")) as edge:
+    async with served(saying("a", "b")) as edge:
         answers = [(await edge.post(MESSAGES, ASKED | {"model": None}))[1] for _ in range(2)]
     assert answers[0]["model"] == "org/tiny"
     assert answers[0]["id"] != answers[1]["id"]
 
 
 async def test_a_stream_has_the_same_message() -> None:
-    async with served(says("Hello 好!", "Hello 好!")) as edge:
+    async with served(saying("Hello 好!", "Hello 好!")) as edge:
         _, whole, _ = await edge.post(MESSAGES, ASKED)
         events = await stream_of(edge, ASKED)
     names = [name for name, _ in events]
@@ -126,7 +107,7 @@ async def test_a_stream_has_the_same_message() -> None:
     assert without_ids(message_of(events)) == without_ids(whole)
 
 
-async def test_tokens_found_computed_are_counted_apart() -> None:
+async def test_cached_tokens_are_counted_separately() -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
         stream.cached_tokens = 3
         play(stream, " x")
@@ -154,7 +135,7 @@ async def test_tokens_found_computed_are_counted_apart() -> None:
 async def test_the_stop_reason_shows_how_the_message_ended(
     text: str, asked: dict[str, Any], said: str | None, end: tuple[str, str | None], is_strict: bool
 ) -> None:
-    async with served(says(text, text), strict_tgi=is_strict) as edge:
+    async with served(saying(text, text), strict_tgi=is_strict) as edge:
         _, answer, _ = await edge.post(MESSAGES, ASKED | asked)
         streamed = message_of(await stream_of(edge, ASKED | asked))
     assert (answer["stop_reason"], answer["stop_sequence"]) == end
@@ -205,7 +186,7 @@ async def test_calls_become_tool_use_blocks(
     text: str, asked: dict[str, Any], content: list[Any], stop_reason: str
 ) -> None:
     asked = ASKED | {"tools": [TOOL]} | asked
-    async with served(says(text, text), tool_call_parser="hermes") as edge:
+    async with served(saying(text, text), tool_call_parser="hermes") as edge:
         _, answer, _ = await edge.post(MESSAGES, asked)
         streamed = message_of(await stream_of(edge, asked))
     names = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
@@ -215,19 +196,132 @@ async def test_calls_become_tool_use_blocks(
     assert without_ids(streamed) == answer
 
 
-async def test_a_call_that_is_cut_short_has_the_arguments_that_are_there() -> None:
-    text = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "wo'
-    num_tokens = len(ids(text))
-    asked = ASKED | {"tools": [TOOL], "max_tokens": num_tokens}
-    async with served(says(text), tool_call_parser="hermes") as edge:
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [('{"a": 12, "b": "wo', "max_tokens"), ('{"a": "rm -rf /tmp", "b": oops}', "end_turn")],
+    ids=["cut", "broken"],
+)
+async def test_a_call_that_is_not_whole_is_text_and_never_a_use_of_a_tool(
+    arguments: str, reason: str
+) -> None:
+    text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}'
+    asked = ASKED | {"tools": [TOOL]}
+    if reason == "max_tokens":
+        asked |= {"max_tokens": len(BYTES.encode(text))}
+    async with served(saying(text, text), tool_call_parser="hermes") as edge:
         _, answer, _ = await edge.post(MESSAGES, asked)
-    assert answer["stop_reason"] == "max_tokens"
-    (block,) = answer["content"]
-    assert block["input"] == {"a": 12, "b": "wo"}
+        events = dict(await stream_of(edge, asked | STREAM))
+    assert answer["content"] == [{"type": "text", "text": text}]
+    assert answer["stop_reason"] == events["message_delta"]["delta"]["stop_reason"] == reason
 
 
-async def test_what_the_assistant_began_is_gone_on_with() -> None:
-    script = says(" you")
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("9" * 30, [1e30]),
+        ("1e999, -1e999, 2, 0.5", [LARGEST, -LARGEST, 2, 0.5]),
+        ("-1" + "0" * 5000, [-LARGEST]),
+    ],
+    ids=["an integer", "floats", "a long integer"],
+)
+async def test_numbers_of_any_length_are_taken(written: str, read: list[float]) -> None:
+    text = CALL.replace("[1,", f"[{written},")
+    limits = limits_with(max_input_tokens=100, max_total_tokens=9000)
+    async with served(saying(text), tool_call_parser="hermes", limits=limits) as edge:
+        body = ASKED | {"tools": [TOOL], "max_tokens": 8000}
+        status, answer, _ = await edge.post(MESSAGES, body)
+    assert status == 200
+    assert answer["content"][0]["input"] == {"a": [*read, "wörld"]}
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+PDF = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="},
+}
+
+
+ROOMY = limits_with(max_input_tokens=1000, max_total_tokens=2000, vocab_size=500)
+
+
+async def test_a_picture_in_a_result_does_not_end_the_conversation() -> None:
+    turns = [
+        USER,
+        {"role": "assistant", "content": [CALL_BLOCK]},
+        {"role": "user", "content": [RESULT | {"content": [text("seen"), IMAGE, PDF]}]},
+    ]
+    async with served(saying("ok"), tokenizer=BYTES, limits=ROOMY) as edge:
+        status, _, response = await edge.post(MESSAGES, ASKED | {"messages": turns})
+        (request,) = edge.batcher.requests
+    assert status == 200
+    assert response.headers["x-millrace-ignored"] == "messages.image, messages.document"
+    prompt = BYTES.decode(request.input_ids, skip_special_tokens=False)
+    assert "tool seen\n[image left out]\n[document left out]" in prompt
+
+
+@pytest.mark.parametrize(
+    ("role", "block"),
+    [
+        ("user", IMAGE),
+        ("user", PDF),
+        ("user", {"type": "container_upload", "file_id": "f"}),
+        ("user", {"type": "not_yet_known_tool_result"}),
+        ("assistant", {"type": "web_fetch_tool_result", "tool_use_id": "s", "content": {}}),
+        ("assistant", {"type": "mcp_tool_use", "id": "m", "name": "f", "input": {}}),
+        ("assistant", {"type": "mcp_tool_result", "tool_use_id": "m", "content": []}),
+        ("assistant", {"type": "not_yet_known", "data": [1]}),
+        ("assistant", {"type": "redacted_thinking", "data": "x"}),
+        ("assistant", {"type": "compaction", "content": None}),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) else value,
+)
+async def test_no_block_of_an_earlier_turn_ends_the_conversation(
+    role: str, block: dict[str, Any]
+) -> None:
+    turns = [USER, {"role": role, "content": [text("so"), block]}, *[USER] * (role == "assistant")]
+    async with served(saying("ok"), tokenizer=BYTES, limits=ROOMY) as edge:
+        for path in (MESSAGES, COUNT):
+            body = ASKED | {"messages": turns}
+            status, answer, response = await edge.post(path, body)
+            assert status == 200, answer
+            assert response.headers["x-millrace-ignored"].endswith(f"messages.{block['type']}")
+        (request,) = edge.batcher.requests
+    prompt = BYTES.decode(request.input_ids, skip_special_tokens=False)
+    is_silent = block["type"] in {"mcp_tool_use", "redacted_thinking", "compaction"}
+    assert (f"so\n[{block['type']} left out]" in prompt) is not is_silent
+
+
+@pytest.mark.parametrize("block", [IMAGE, PDF], ids=["image", "document"])
+async def test_a_last_turn_without_a_text_is_refused(block: dict[str, Any]) -> None:
+    async with served(saying("ok"), tokenizer=BYTES, limits=ROOMY) as edge:
+        for path in (MESSAGES, COUNT):
+            body = ASKED | {"messages": [USER, {"role": "user", "content": [block]}]}
+            status, answer, _ = await edge.post(path, body)
+            assert status == 400
+            assert (
+                f"has only '{block['type']}' (`messages.1.content.0`)" in answer["error"]["message"]
+            )
+        body = ASKED | {"messages": [{"role": "user", "content": [block]}, USER]}
+        assert (await edge.post(MESSAGES, body))[0] == 200
+
+
+@pytest.mark.parametrize("kept", [{}, {"input": None}, {"input": ""}, {"input": '{"a": "b'}])
+async def test_a_call_without_whole_arguments_does_not_end_the_conversation(
+    kept: dict[str, Any],
+) -> None:
+    call = {key: value for key, value in CALL_BLOCK.items() if key != "input"} | kept
+    turns = [
+        USER,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [RESULT | {"content": "seen"}]},
+    ]
+    async with served(saying("ok"), tokenizer=BYTES, limits=ROOMY) as edge:
+        status, answer, _ = await edge.post(MESSAGES, ASKED | {"messages": turns})
+    assert status == 200, answer
+
+
+async def test_a_message_that_the_assistant_began_is_continued() -> None:
+    script = saying(" you")
     turns = [USER, {"role": "assistant", "content": "And to"}]
     async with served(script) as edge:
         _, answer, _ = await edge.post(MESSAGES, ASKED | {"messages": turns})
@@ -248,7 +342,6 @@ async def test_tokens_are_counted_however_many_there_are() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"max_tokens": None}, "max_tokens"),
     "value": ({"temperature": -1.0}, "temperature"),
-    "length": ({"max_tokens": 1000}, "`max_tokens` must be <= 400"),
     "stops": ({"stop_sequences": list("abcde")}, "`stop_sequences` supports up to 4"),
     "tool": ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}, "sub"),
     "template": ({"messages": [USER | {"content": "raise"}]}, "no such luck"),
@@ -261,7 +354,7 @@ async def test_mistakes_in_a_request_are_reported(name: str) -> None:
     template = (
         "{% if 'raise' in messages[0].content %}{{ raise_exception('no such luck') }}{% endif %}x"
     )
-    async with served(says("a"), template=template) as edge:
+    async with served(saying("a"), template=template) as edge:
         for body in (ASKED | asked, ASKED | asked | STREAM):
             status, answer, response = await edge.post(MESSAGES, body)
             assert status == 400
@@ -269,6 +362,65 @@ async def test_mistakes_in_a_request_are_reported(name: str) -> None:
             assert answer["error"]["type"] == "invalid_request_error"
             assert message in answer["error"]["message"]
             assert answer["request_id"] == response.headers["request-id"]
+
+
+@pytest.mark.parametrize("body", [ASKED, ASKED | STREAM], ids=["whole", "stream"])
+async def test_too_many_tokens_are_an_upper_bound_unless_that_is_switched_off(
+    body: dict[str, Any],
+) -> None:
+    body = body | {"max_tokens": 32_000}
+    async with served(plays(" a")) as edge:
+        status, _, response = await edge.post(MESSAGES, body)
+        (request,) = edge.batcher.requests
+    assert (status, request.max_new_tokens) == (200, 400 - len(request.input_ids))
+    assert response.headers["x-millrace-max-tokens"] == str(request.max_new_tokens)
+    async with served(plays(" a"), strict_max_tokens=True) as edge:
+        status, answer, _ = await edge.post(MESSAGES, body)
+    assert status == 400
+    assert answer["error"]["message"] == (
+        "input length and `max_tokens` exceed context limit: 4 + 32000 > 400, decrease input length"
+        " or `max_tokens` and try again"
+    )
+
+
+async def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words() -> None:
+    async with served(plays(" a")) as edge:
+        for body in (ASKED | {"messages": [LONG]}, ASKED | {"messages": [LONG]} | STREAM):
+            status, answer, _ = await edge.post(MESSAGES, body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            # The turn's role and "bot" are tokens, too.
+            assert answer["error"]["message"] == "prompt is too long: 303 tokens > 100 maximum"
+
+
+async def test_the_block_for_anthropics_servers_is_left_out() -> None:
+    rules = {"type": "text", "text": "rules"}
+    bodies = [
+        {"system": [{"type": "text", "text": f"x-anthropic-billing-header: cch={one}"}, rules]}
+        for one in "ab"
+    ]
+    async with served(plays(" a")) as edge:
+        headers = [(await edge.post(MESSAGES, ASKED | body))[2].headers for body in bodies]
+        _, count, _ = await edge.post(COUNT, {"messages": [USER], **bodies[0]})
+        await edge.post(MESSAGES, ASKED | {"system": [rules]})
+        prompts = {request.input_ids for request in edge.batcher.requests}
+    assert len(prompts) == 1
+    assert count == {"input_tokens": len(prompts.pop())}
+    assert [one["x-millrace-ignored"] for one in headers] == ["system.billing_header"] * 2
+
+
+@pytest.mark.parametrize(
+    "refused", ["turn.role == 'system' and not loop.first", "turn.role == 'system'"]
+)
+@pytest.mark.parametrize("path", [MESSAGES, COUNT], ids=["messages", "count_tokens"])
+async def test_system_turns_that_the_template_refuses_are_folded(path: str, refused: str) -> None:
+    template = (
+        f"{{% for turn in messages %}}{{% if {refused} %}}"
+        "{{ raise_exception('no') }}{% endif %}{{ turn.content }} {% endfor %}bot"
+    )
+    turns = [USER, {"role": "system", "content": "b"}, USER]
+    async with served(plays(" a"), template=template) as edge:
+        status, _, _ = await edge.post(path, ASKED | {"system": "a", "messages": turns})
+    assert status == 200
 
 
 def fails(error: RouterError) -> Any:
@@ -297,11 +449,7 @@ async def test_faults_of_the_server_are_reported(
 
 
 async def test_a_failure_in_mid_stream_is_the_last_event() -> None:
-    def script(_: ValidRequest, stream: TokenStream) -> None:
-        stream.token(token_event(1, " x"))
-        stream.fail(GenerationError("out of luck"))
-
-    async with served(script) as edge:
+    async with served(break_off) as edge:
         *_, (delta, _), (name, data) = await stream_of(edge, ASKED, **{"x-request-id": "r-1"})
     assert (delta, name) == ("content_block_delta", "error")
     assert data["error"]["type"] == "api_error"
@@ -309,22 +457,9 @@ async def test_a_failure_in_mid_stream_is_the_last_event() -> None:
     assert data["request_id"] == "r-1"
 
 
-async def test_a_stream_is_resumed_after_any_event() -> None:
-    async with served(says("Hello you"), resume_grace=60.0) as edge:
-        _, whole, _ = await edge.post(MESSAGES, ASKED | STREAM, headers=KEY)
-        blocks = whole.removesuffix("\n\n").split("\n\n")
-        numbered = [block for block in blocks if block.startswith("id: ")]
-        assert len(numbered) > 3
-        for index in range(1, len(numbered) + 1):
-            known = {"last-event-id": str(index)}
-            _, rest, _ = await edge.post(MESSAGES, ASKED | STREAM, headers=KEY | known)
-            assert rest == "".join(block + "\n\n" for block in blocks[index:])
-    assert len(edge.batcher.requests) == 1
-
-
 @pytest.mark.parametrize("path", [MESSAGES, COUNT], ids=["messages", "count_tokens"])
 async def test_the_key_comes_in_either_header(path: str) -> None:
-    async with served(says("a", "a"), api_key="secret") as edge:
+    async with served(saying("a", "a"), api_key="secret") as edge:
         for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
             assert (await edge.post(path, ASKED, headers=headers))[0] == 200
         for headers in ({}, {"x-api-key": "wrong"}):
@@ -409,7 +544,61 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             },
             USER_MESSAGE,
         ],
-        [USER_MESSAGE, {"role": "assistant", "content": "a"}, USER_MESSAGE],
+        [
+            USER_MESSAGE,
+            {"role": "assistant", "content": "[web_search_tool_result left out]\na"},
+            USER_MESSAGE,
+        ],
+    ),
+    "a summary takes the place of what precedes it": (
+        [
+            USER_MESSAGE,
+            {
+                "role": "assistant",
+                "content": [{"type": "compaction", "content": "first"}, text("a")],
+            },
+            USER_MESSAGE,
+            {
+                "role": "assistant",
+                "content": [
+                    text("b"),
+                    {"type": "compaction", "content": "they greeted"},
+                    CALL_BLOCK,
+                ],
+            },
+            {"role": "user", "content": [RESULT | {"content": "2"}]},
+        ],
+        [
+            {"role": "user", "content": "they greeted"},
+            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+            {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"},
+        ],
+    ),
+    "a summary alone at the end of a turn": (
+        [
+            USER_MESSAGE,
+            {"role": "assistant", "content": [{"type": "compaction", "content": "they greeted"}]},
+            USER_MESSAGE,
+        ],
+        [{"role": "user", "content": "they greeted\nhello"}],
+    ),
+    "a summary that failed": (
+        [
+            USER_MESSAGE,
+            {"role": "assistant", "content": [{"type": "compaction", "content": None}, text("a")]},
+        ],
+        [USER_MESSAGE, {"role": "assistant", "content": "a"}],
+    ),
+    "nulls in place of texts": (
+        [
+            {"role": "user", "content": None},
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": None}, {"type": "text", "text": None}],
+            },
+            USER_MESSAGE,
+        ],
+        [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}, USER_MESSAGE],
     ),
     "no blocks": ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
     "a system turn in between": (
@@ -581,7 +770,6 @@ def in_content(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": [block]}, USER_MESSAGE]}
 
 
-IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "no max_tokens": ({"max_tokens": None}, "`max_tokens` must be an integer"),
     "none to generate": ({"max_tokens": 0}, "`max_tokens` must be >= 1"),
@@ -590,18 +778,35 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "tool", "content": "x"}]},
         "`messages[0].role` must be ",
     ),
-    "an image": (
-        in_content(IMAGE),
+    "another block": (
+        {"messages": [{"role": "user", "content": [{"type": "telepathy"}]}]},
+        "'telepathy' is not the type of a block",
+    ),
+    "another block in a result": (
+        {
+            "messages": [
+                USER_MESSAGE,
+                {"role": "assistant", "content": [CALL_BLOCK]},
+                {"role": "user", "content": [RESULT | {"content": [{"type": "telepathy"}]}]},
+            ]
+        },
+        "'telepathy' is not the type of a block",
+    ),
+    "a block whose type is a list": (
+        in_content({"type": []}),
         "`messages[0].content[0]` must be a block of type 'text'",
     ),
-    "another block": (in_content({"type": "telepathy"}), "images and all others are not supported"),
-    "a document that is not text": (
-        in_content({"type": "document", "source": {"type": "base64", "data": ""}}),
+    "a summary of nothing": (
+        in_content({"type": "compaction", "content": ""}, "assistant"),
+        "`messages[0].content[0].content` must have at least 1 character",
+    ),
+    "a document of another kind": (
+        in_content({"type": "document", "source": {"type": "dream", "data": ""}}),
         "`messages[0].content[0].source` must be of type 'text' or 'content'",
     ),
-    "an image in a result": (
-        in_content(RESULT | {"content": [IMAGE]}),
-        "`messages[0].content[0].content[0]` must be a block of type 'text'",
+    "a document whose kind is an object": (
+        in_content({"type": "document", "source": {"type": {}}}),
+        "`messages[0].content[0].source` must be of type 'text' or 'content'",
     ),
     "a call by the user": (
         in_content(CALL_BLOCK),
@@ -617,6 +822,11 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         "`thinking.budget_tokens` must be >= 1",
     ),
     "a tool without a schema": ({"tools": [{"name": "add"}]}, "`tools[0].input_schema`"),
+    "a tool whose type is a list": ({"tools": [{"type": []}]}, "`tools[0].type` must be a string"),
+    "a tool whose type is an object": (
+        {"tools": [{"type": {}}]},
+        "`tools[0].type` must be a string",
+    ),
     "a choice of no tool": ({"tool_choice": {"type": "tool"}}, "needs a `name`"),
     "a number as text": ({"top_k": "5"}, "`top_k` must be an integer"),
 }
@@ -635,115 +845,9 @@ def test_a_call_at_the_end_lacks_its_result() -> None:
         translated({"messages": [USER_MESSAGE, {"role": "assistant", "content": [CALL_BLOCK]}]})
 
 
-def test_tokens_are_counted_without_what_only_an_answer_needs() -> None:
+def test_tokens_are_counted_without_the_fields_for_an_answer() -> None:
     asked = to_model(
         {"messages": [USER_MESSAGE], "system": "be kind", "tools": [TOOL_OF_CHAT]},
         CountTokensRequest,
     )
     assert chat_of(asked, MILLRACE).request == GenerationRequest(names=NAMES)
-
-
-THINKING_TEMPLATE = (
-    "{% for turn in messages %}{{ turn.role }} {% if turn.reasoning_content %}"
-    "<think>{{ turn.reasoning_content }}</think>{% endif %}{{ turn.content }} {% endfor %}bot "
-    "{{ enable_thinking | default('free') }} {{ reasoning_effort | default('') }}"
-)
-LIMITS = limits_with(max_input_tokens=600, max_total_tokens=1500, vocab_size=500)
-TOKENS = tagged()
-QUESTION = {"role": "user", "content": "hello"}
-THINKING: dict[str, Any] = {"model": "claude", "max_tokens": 300, "messages": [QUESTION]}
-THINKS = "<think>\nWörld or not?\n</think>\n\n"
-HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-def serving_thoughts(*texts: str) -> Any:
-    plans = [[*TOKENS.encode(text), END] for text in texts]
-    return serving(
-        Generations(*plans, tokenizer=TOKENS),
-        limits=LIMITS,
-        template=THINKING_TEMPLATE,
-        tokenizer=TOKENS,
-        tool_call_parser="hermes",
-    )
-
-
-async def whole(edge: Edge, **body: Any) -> Any:
-    return await edge.answer(MESSAGES, THINKING | body)
-
-
-async def streamed(edge: Edge, **body: Any) -> list[tuple[str, Any]]:
-    return message_events_in(await edge.stream(MESSAGES, THINKING | body))
-
-
-async def test_a_thought_is_the_first_block() -> None:
-    async with serving_thoughts(THINKS + "Yes." + HERMES_CALL) as edge:
-        answer = await whole(edge, tools=[TOOL])
-    thought, text, call = answer["content"]
-    assert thought.pop("signature")
-    assert thought == {"type": "thinking", "thinking": "Wörld or not?"}
-    assert text == {"type": "text", "text": "Yes."}
-    assert (call["type"], call["input"]) == ("tool_use", {"a": 1})
-
-
-@pytest.mark.parametrize("rest", ["Yes.", HERMES_CALL, ""])
-async def test_a_stream_has_the_same_blocks(rest: str) -> None:
-    async with serving_thoughts(THINKS + rest, THINKS + rest) as edge:
-        answer = await whole(edge, tools=[TOOL])
-        events = await streamed(edge, tools=[TOOL])
-    message = message_of(events)
-    for block in (*message["content"], *answer["content"]):
-        block.pop("id", None)
-    assert message["content"] == answer["content"]
-    deltas = [data["delta"]["type"] for name, data in events if name == "content_block_delta"]
-    signed = deltas.index("signature_delta")
-    assert set(deltas[:signed]) == {"thinking_delta"}
-    assert "thinking_delta" not in deltas[signed:]
-    assert signed > 1
-
-
-async def test_signatures_tell_thoughts_apart() -> None:
-    async with serving_thoughts(THINKS, THINKS, THINKS.replace("not", "so")) as edge:
-        one, same, other = [(await whole(edge))["content"][0]["signature"] for _ in range(3)]
-    assert one == same != other
-
-
-@pytest.mark.parametrize(
-    ("body", "end"),
-    [
-        ({}, "free "),
-        ({"thinking": {"type": "adaptive"}}, "free "),
-        ({"thinking": {"type": "enabled"}}, "True "),
-        ({"thinking": {"type": "disabled"}}, "False "),
-        ({"output_config": {"effort": "low"}}, "True low"),
-    ],
-)
-async def test_templates_learn_whether_to_think(body: dict[str, Any], end: str) -> None:
-    async with serving_thoughts("Yes.") as edge:
-        await whole(edge, **body)
-        prompt = TOKENS.decode(edge.batcher.requests[0].input_ids, skip_special_tokens=False)
-    assert prompt.endswith(f"bot {end}")
-
-
-async def test_past_blocks_reach_the_template() -> None:
-    async with serving_thoughts(THINKS + "Yes.", "Yes.") as edge:
-        answer = await whole(edge)
-        turns = [QUESTION, {"role": "assistant", "content": answer["content"]}, QUESTION]
-        await whole(edge, messages=turns)
-        prompt = TOKENS.decode(edge.batcher.requests[1].input_ids, skip_special_tokens=False)
-    assert "assistant <think>Wörld or not?</think>Yes. user" in prompt
-
-
-async def test_a_thought_may_be_left_out() -> None:
-    async with serving_thoughts(THINKS + "Yes.") as edge:
-        answer = await whole(edge, thinking={"type": "adaptive", "display": "omitted"})
-    assert answer["content"] == [{"type": "text", "text": "Yes."}]
-
-
-async def test_a_budget_bounds_the_thought() -> None:
-    async with serving_thoughts("Yes.", "Yes.") as edge:
-        await whole(edge, thinking={"type": "enabled", "budget_tokens": 7})
-        await whole(edge, thinking={"type": "enabled", "budget_tokens": 1500})
-        bounded, free = [request.grammar for request in edge.batcher.requests]
-    assert bounded is not None
-    assert "{0,7}" in bounded.source
-    assert free is None

@@ -10,20 +10,23 @@ import orjson
 import pytest
 
 from millrace_router.adapters.names import Registry
-from millrace_router.adapters.resolver import ClientRules, Resolver
+from millrace_router.adapters.resolver import ClientRules
 from millrace_router.config import RouterConfig
 from millrace_router.start.adapters import _register
 from millrace_router.start.shards import StartupError
 from millrace_testing.adapters.fake_fetcher import (
+    A,
+    B,
     FakeFetcher,
     Repository,
+    adapters,
+    digests,
     registered,
     resolver_of,
     version,
 )
 from millrace_testing.router.edge import Edge, limits_with, serving
 
-A, B = version("a", "A None"), version("b", "B None")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
@@ -40,16 +43,6 @@ def serving_answers(**options: Any) -> AbstractAsyncContextManager[Edge]:
     return serving(limits=limits_with(max_total_tokens=32), **options)
 
 
-def adapters(fetcher: FakeFetcher | None = None, **options: Any) -> Resolver:
-    hub = {"org/a": Repository("A"), "org/b": Repository("B")}
-    known = registered("a", "org/a"), registered("b", "org/b")
-    return resolver_of(fetcher or FakeFetcher(hub=hub), *known, **options)
-
-
-def digests(edge: Edge) -> list[str | None]:
-    return [one.adapter.digest if one.adapter else None for one in edge.batcher.requests]
-
-
 async def ids_of(edge: Edge, **headers: str) -> list[str]:
     _, body, _ = await edge.get("/v1/models", headers=headers)
     return [one["id"] for one in orjson.loads(body)["data"]]
@@ -63,6 +56,16 @@ async def test_a_model_may_be_an_adapter(path: str) -> None:
             assert body["model"] == (name if name not in {"tgi", ""} else "org/tiny")
         assert (await edge.post(path, ROUTES[path]))[0] == 200
         assert digests(edge) == [A.digest, B.digest, None, None, None, None]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_long_name_is_not_repeated_in_every_chunk(path: str) -> None:
+    async with serving_answers(template=TEMPLATE) as edge:
+        body = ROUTES[path] | {"model": "m" * 10_000}
+        assert (await edge.answer(path, body))["model"] == "m" * 256
+        streamed = await edge.stream(path, body | {"stream": True})
+        assert "m" * 256 in streamed
+        assert "m" * 257 not in streamed
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -202,14 +205,14 @@ async def test_the_list_of_models_has_adapters_with_root_and_parent(tmp_path: Pa
         assert (await edge.get("/v1/models/c"))[0] == 404
 
 
-async def test_names_of_adapters_are_for_clients_alone() -> None:
+async def test_only_clients_with_the_key_see_names_of_adapters() -> None:
     async with serving_answers(adapters=adapters(), api_key="key") as edge:
         assert await ids_of(edge) == ["org/tiny"]
         assert await ids_of(edge, authorization="Bearer wrong") == ["org/tiny"]
         assert await ids_of(edge, authorization="Bearer key") == ["org/tiny", "a", "b"]
 
 
-async def test_private_ids_are_listed_for_who_may_use_them() -> None:
+async def test_private_ids_are_listed_only_for_clients_with_access() -> None:
     fetcher = FakeFetcher(hub={"org/p": Repository(tokens=frozenset({"good"}))})
     async with serving_answers(
         adapters=resolver_of(fetcher, rules=OPEN), template=TEMPLATE
@@ -224,37 +227,25 @@ async def test_private_ids_are_listed_for_who_may_use_them() -> None:
 
 
 NAMES = ("chat-large", "gpt-4:turbo")
-NAMED_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": NAMED_CHAT,
-    "/v1/completions": {"prompt": "a", "max_tokens": 2},
-    "/v1/messages": NAMED_CHAT,
-    "/v1/responses": {"input": "a", "max_output_tokens": 2},
-}
 
 
 def serving_names(**options: Any) -> Any:
-    return serving(served_model_name=NAMES, template="hello", **options)
-
-
-async def listed(edge: Edge) -> list[str]:
-    body = orjson.loads((await edge.get("/v1/models"))[1])
-    return [one["id"] for one in body["data"]]
+    return serving_answers(served_model_name=NAMES, template="hello", **options)
 
 
 async def test_every_name_is_listed_and_described() -> None:
     async with serving_names() as edge:
-        assert await listed(edge) == list(NAMES)
+        assert await ids_of(edge) == list(NAMES)
         for name in NAMES:
             status, body, _ = await edge.get(f"/v1/models/{name}")
             assert (status, orjson.loads(body)["id"]) == (200, name)
         assert (await edge.get("/v1/models/org/tiny"))[0] == 404
         assert orjson.loads((await edge.get("/info"))[1])["model_id"] == "org/tiny"
     async with serving() as edge:
-        assert await listed(edge) == ["org/tiny"]
+        assert await ids_of(edge) == ["org/tiny"]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(
     ("asked", "answered"),
     [
@@ -269,16 +260,16 @@ async def test_answers_have_the_requested_name_or_the_first(
     path: str, asked: str, answered: str
 ) -> None:
     async with serving_names() as edge:
-        status, body, _ = await edge.post(path, BODIES[path] | {"model": asked})
+        status, body, _ = await edge.post(path, ROUTES[path] | {"model": asked})
         assert (status, body["model"]) == (200, answered)
 
 
 async def test_all_names_are_served_where_others_are_refused() -> None:
     async with serving_names(unknown_model="refuse") as edge:
         for name in (*NAMES, "org/tiny", "tgi"):
-            assert (await edge.post("/v1/chat/completions", NAMED_CHAT | {"model": name}))[0] == 200
+            assert (await edge.post("/v1/chat/completions", CHAT | {"model": name}))[0] == 200
         for name in ("gpt-4", "gpt-4:", "other"):
-            assert (await edge.post("/v1/chat/completions", NAMED_CHAT | {"model": name}))[0] == 404
+            assert (await edge.post("/v1/chat/completions", CHAT | {"model": name}))[0] == 404
 
 
 def test_no_adapter_has_one_of_the_names() -> None:

@@ -52,9 +52,10 @@ from millrace_testing.contract.openapi import (
 )
 from millrace_testing.router.edge import (
     Edge,
+    break_off,
     echo,
     limits_with,
-    play,
+    plays,
     pooling_of,
     serving,
     token_event,
@@ -228,7 +229,7 @@ def test_references_lead_to_components_and_every_component_is_used() -> None:
     assert len(named) == len(DOCUMENT["components"]["schemas"])
 
 
-async def test_a_key_is_asked_for_where_the_document_says_so() -> None:
+async def test_a_key_is_required_exactly_where_the_document_states_it() -> None:
     async with serving(api_key="secret") as edge:
         for operation in FOR_CLIENTS:
             status, media_type, body, _ = await ask(edge, operation, BODIES.get(operation.id))
@@ -292,7 +293,9 @@ async def test_answers_are_as_documented(operation: Operation) -> None:
 @pytest.mark.parametrize(
     ("name", "body"), [*BODIES.items(), *VARIANTS], ids=lambda value: str(value)[:60]
 )
-async def test_what_is_answered_is_as_documented(name: str, body: dict[str, Any]) -> None:
+async def test_bodies_and_media_types_of_answers_are_as_documented(
+    name: str, body: dict[str, Any]
+) -> None:
     operation = BY_NAME[name]
     async with serve() as edge:
         prediction = Prediction(queue_seconds=0.1, first_token_seconds=0.2, finish_seconds=0.3)
@@ -323,7 +326,8 @@ def drain(edge: Edge) -> None:
 
 
 def fill(edge: Edge) -> None:
-    edge.services.infer.permits.take(edge.services.infer.permits.free)
+    for permits in (edge.services.infer.permits, edge.services.infer.line_aside):
+        permits.take(permits.free)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,15 +430,10 @@ def test_no_failure_is_documented_that_nothing_provokes() -> None:
 @pytest.mark.parametrize("name", STREAMS)
 async def test_a_failure_in_mid_stream_is_an_event_as_documented(name: str) -> None:
     operation = BY_NAME[name]
-
-    def script(_: ValidRequest, stream: TokenStream) -> None:
-        stream.token(token_event(1, " x"))
-        stream.fail(GenerationError("no"))
-
-    async with serve(script=script) as edge:
+    async with serve(script=break_off) as edge:
         status, media_type, body, _ = await ask(edge, operation, STREAMS[name] | STREAM)
     assert (status, media_type) == (200, EVENTS)
-    assert b"Server error: no" in body
+    assert b"Server error: out of luck" in body
     assert events_of(operation, body)
     check_documented(operation, status, media_type, body)
 
@@ -451,14 +450,11 @@ async def test_unhealthy_answers_are_documented(operation: Operation) -> None:
         check_documented(operation, status, media_type, body)
 
 
-async def test_what_is_not_documented_does_not_fit() -> None:
+async def test_undocumented_keys_and_types_do_not_fit() -> None:
     """The measure itself: a key too many, one too few, another type."""
     schema = schema_of(BY_NAME["generate_stream"], 200, EVENTS)
 
-    def script(_: ValidRequest, stream: TokenStream) -> None:
-        play(stream, " x")
-
-    async with serve(script=script) as edge:
+    async with serve(script=plays(" x")) as edge:
         _, _, body, _ = await ask(edge, BY_NAME["generate_stream"], NATIVE)
     (event,) = events_of(BY_NAME["generate_stream"], body)
     assert fits(event, schema)

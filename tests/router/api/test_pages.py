@@ -74,7 +74,7 @@ async def test_a_browser_gets_the_chat_page(accept: str) -> None:
 
 
 @pytest.mark.parametrize("accept", OTHERS.values(), ids=OTHERS.keys())
-async def test_everyone_else_gets_the_empty_answer_of_a_probe(accept: str) -> None:
+async def test_clients_other_than_browsers_get_the_empty_answer_of_a_probe(accept: str) -> None:
     async with serving() as edge:
         status, body, answer = await edge.get("/", headers={"accept": accept})
     assert (status, body) == (200, b"")
@@ -110,7 +110,7 @@ async def test_the_page_keeps_the_status_of_ill_health_and_is_shown_all_the_same
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_the_documentation_is_open_to_everybody(path: str) -> None:
+async def test_the_documentation_needs_no_key(path: str) -> None:
     async with serving(api_key="secret") as edge:
         status, body, answer = await edge.get(path)
     assert (status, answer.content_type) == (200, "text/html")
@@ -236,7 +236,7 @@ async def test_a_page_gets_the_path_at_which_a_proxy_has_the_server(path: str, n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_link_of_a_page_is_found_from_the_root(name: str) -> None:
+def test_every_link_of_a_page_starts_from_the_root(name: str) -> None:
     text = load(name).body.decode()
     links = re.findall(r"<a [^>]*>", text)
     assert links

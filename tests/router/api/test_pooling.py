@@ -96,7 +96,7 @@ async def test_dimensions_are_cut_and_normalised_again(path: str) -> None:
 
 
 @pytest.mark.parametrize("normalizes", [True, False])
-async def test_the_model_normalises_unless_the_client_says_otherwise(normalizes: bool) -> None:
+async def test_the_model_decides_on_normalisation_unless_the_client_does(normalizes: bool) -> None:
     async with serving_embeddings(files={"normalizes": normalizes}) as edge:
         for wanted in (None, True, False):
             _, answer, _ = await edge.post("/embed", {"inputs": "hello", "normalize": wanted})
@@ -253,7 +253,7 @@ async def test_a_server_for_embeddings_has_teis_route_at_its_root_and_generates_
             assert "its model runs with `--task embed`" in str(answer), path
 
 
-async def test_a_server_that_generates_says_how_to_get_embeddings() -> None:
+async def test_a_generating_server_names_the_flag_for_embeddings() -> None:
     async with serving() as edge:
         for path, body in (
             ("/v1/embeddings", {"input": "hello"}),
@@ -400,7 +400,7 @@ async def test_a_document_that_is_too_long_is_cut_and_the_query_stays() -> None:
     assert found == [(2, 3, 6, 7, 6, 7, 6, 7), (2, 3, 6, 6, 6, 6, 6, 7)]
 
 
-async def test_a_server_without_scores_says_how_to_get_them() -> None:
+async def test_a_server_without_scores_names_the_flag_for_scores() -> None:
     async with serving_scores(Task.GENERATE, Task.EMBED) as edge:
         for path, body in (
             ("/rerank", {"query": "hello", "texts": ["a"]}),

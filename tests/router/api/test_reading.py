@@ -10,6 +10,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError as ShapeError
 
 from millrace_router.api.body.fields import FieldScope
 from millrace_router.api.body.foreign_routes import TIPS, foreign_route
@@ -18,6 +19,8 @@ from millrace_router.api.body.sampling import MAX_BIASES, biases_from
 from millrace_router.api.openapi.document import OPERATIONS
 from millrace_router.errors import ValidationError
 from millrace_router.request.request import Task
+from millrace_router.server import bodies
+from millrace_router.validation.shape_messages import make_whole
 from millrace_testing.project import ROOT
 from millrace_testing.router.edge import Edge, limits_with, logging_to, pooling_of, serving
 
@@ -31,6 +34,7 @@ BODIES: dict[FieldScope, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     FieldScope.COMPLETION: ("/v1/completions", {"prompt": "hello", "max_tokens": 3}, ()),
     FieldScope.RESPONSE: ("/v1/responses", {"input": "hello", "max_output_tokens": 3}, ()),
     FieldScope.MESSAGE: ("/v1/messages", {"messages": TURNS, "max_tokens": 3}, ()),
+    FieldScope.VERTEX: ("/vertex", {"instances": [{"inputs": "hello"}]}, ()),
     FieldScope.EMBEDDINGS: ("/v1/embeddings", {"input": "hello"}, ()),
     FieldScope.EMBED: ("/embed", {"inputs": "hello"}, ()),
     FieldScope.EMBED_PARAMETERS: ("/embed", {"inputs": "hello", "parameters": {}}, ("parameters",)),
@@ -99,7 +103,7 @@ async def test_refused_fields_are_named() -> None:
             assert (status, ignored) == (400 if scope is FieldScope.MESSAGE else 422, ""), (
                 field.name
             )
-            assert field.name in text.lower(), text
+            assert field.name.lower() in text.lower(), text
 
 
 async def test_neutral_values_are_accepted() -> None:
@@ -110,7 +114,7 @@ async def test_neutral_values_are_accepted() -> None:
                 assert (status, ignored) == (200, ""), (field.name, value, text)
 
 
-async def test_what_has_no_effect_is_accepted() -> None:
+async def test_fields_without_effect_are_accepted() -> None:
     """The values have the type of the field where a model reads it."""
     values: dict[str, object] = {"metadata": {}, "store": False}
     async with served() as edge:
@@ -226,6 +230,98 @@ async def test_platform_routes_and_estimates_report_unused_fields() -> None:
         assert (status, "`mirostat`" in str(parsed)) == (422, True)
 
 
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("instance", "place"),
+    [
+        ({"messages": [USER], "stop": ["a", 5]}, "instances[1].stop"),
+        ({"messages": [USER, {"role": 5}]}, "instances[1].messages[1].role"),
+        ({"messages": [USER, {"content": "a"}]}, "instances[1].messages[1].role"),
+        ({"messages": [USER], "tools": [{}, {"function": {"name": []}}]}, "tools[1].function.name"),
+        ({"messages": 5}, "instances[1].messages"),
+        ({"inputs": ["a"]}, "instances[1].inputs"),
+        ({"inputs": "a", "parameters": {"stop": [[]]}}, "instances[1].parameters.stop[0]"),
+    ],
+)
+async def test_an_error_in_an_instance_names_its_place(
+    instance: dict[str, Any], place: str
+) -> None:
+    async with served() as edge:
+        body = {"instances": [{"inputs": "a"}, instance]}
+        status, parsed, _ = await edge.post("/vertex", body)
+    assert (status, f"{place}`" in str(parsed) or f"{place}:" in str(parsed)) == (422, True), parsed
+
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [USER], "max_tokens": 4.0, "n": 1.0, "top_k": 3.0}),
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 4.0, "seed": 1.0, "logprobs": 2.0}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 4.0}),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 4.0, "top_k": 3.0}),
+    ("/generate", {"inputs": "hello", "parameters": {"max_new_tokens": 4.0, "seed": 2.0}}),
+    ("/vertex", {"instances": [{"messages": [USER], "max_tokens": 4.0}]}),
+    ("/detokenize", {"tokens": [1.0, 2]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), WHOLE, ids=[path for path, _ in WHOLE])
+async def test_whole_numbers_with_a_fraction_are_integers(path: str, body: dict[str, Any]) -> None:
+    async with served() as edge:
+        status, parsed, _ = await edge.post(path, body)
+        assert status == 200, parsed
+        broken = {**body, "max_tokens": 4.5, "tokens": [1.5], "max_output_tokens": 4.5}
+        broken |= {"instances": 4.5, "inputs": 4.5}
+        assert (await edge.post(path, broken))[0] in {400, 422}
+
+
+async def test_too_many_whole_numbers_with_a_fraction_are_refused() -> None:
+    tensor = {"name": "a", "shape": [1.0], "datatype": "BYTES", "data": ["hello"]}
+    async with served() as edge:
+        status, parsed, _ = await edge.post("/v2/models/a/infer", {"inputs": [tensor] * 200})
+    assert (status, "too many whole numbers" in str(parsed)) == (422, True), parsed
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/detokenize", {"tokens": [1.0] * 5000}),
+        ("/v1/completions", {"prompt": [2.0, 3.0], "max_tokens": 2}),
+        (
+            "/v1/completions",
+            {"prompt": [[2.0, 3.0]] * 4, "max_tokens": 2, "stop_token_ids": [1.0] * 9},
+        ),
+    ],
+)
+async def test_whole_numbers_with_a_fraction_in_a_list_take_one_more_check(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[object] = []
+
+    def counted(error: ShapeError, parsed: object) -> bool:
+        checks.append(error)
+        return make_whole(error, parsed)
+
+    monkeypatch.setattr(bodies, "make_whole", counted)
+    async with served() as edge:
+        status, parsed, _ = await edge.post(path, body)
+    assert (status, len(checks) <= 2) == (200, True), parsed
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    async with served() as edge:
+        data, headers = b'\xef\xbb\xbf{"inputs": "hello"}', {"content-type": "application/json"}
+        status, parsed, _ = await edge.post("/generate", data=data, headers=headers)
+    assert status == 200, parsed
+
+
+async def test_headers_of_gateways_may_be_long() -> None:
+    async with served() as edge:
+        headers = {"x-forwarded-access-token": "t" * 40_000}
+        status, parsed, _ = await edge.post("/generate", {"inputs": "hello"}, headers=headers)
+    assert status == 200, parsed
+
+
 def refusal(given: dict[str, Any]) -> str:
     with pytest.raises(ValidationError) as caught:
         biases_from(given)
@@ -257,14 +353,14 @@ def test_wrong_biases_are_refused(value: object) -> None:
     )
 
 
-def test_there_is_a_greatest_number() -> None:
+def test_the_number_of_biases_has_a_limit() -> None:
     assert len(biases_from({str(id_): 1 for id_ in range(MAX_BIASES)})) == MAX_BIASES == 300
     given = {str(id_): "wrong too" for id_ in range(MAX_BIASES + 1)}
     assert refusal(given) == "`logit_bias` must have at most 300 tokens. Given: 301"
 
 
 @given(st.dictionaries(st.text("0123456789", min_size=1, max_size=4), st.floats(-100, 100)))
-def test_no_id_stands_twice(given: dict[str, float]) -> None:
+def test_no_token_id_has_two_biases(given: dict[str, float]) -> None:
     try:
         ids = [id_ for id_, _ in biases_from(given)]
     except ValidationError:
@@ -279,6 +375,8 @@ def test_no_id_stands_twice(given: dict[str, float]) -> None:
     [
         ("/api/tags", "/v1/models lists"),
         ("/api/chat", "/v1/chat/completions"),
+        ("/api/embed", "/v1/embeddings"),
+        ("/api/embeddings", "/v1/embeddings"),
         ("/completion", "/generate"),
         ("/v1/files/file-1/content", "run-batch"),
         ("/chat/completions", "base URL"),
@@ -302,9 +400,76 @@ async def test_strict_tgi_has_no_tips() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "", "/foo", "/apiary", "/v1", "/v1/models/api/tags"])
-def test_other_paths_have_none(path: str) -> None:
+def test_other_paths_get_no_tip(path: str) -> None:
     assert foreign_route(path) is None
 
 
 def test_no_route_of_ours_is_foreign() -> None:
     assert not TIPS.keys() & {operation.path for operation in OPERATIONS}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+KEYWORDS = {"properties": SCHEMA["properties"], "required": ["a"]}
+NAMED = {"name": "x", "schema": SCHEMA}
+LOST: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (path, {"response_format": form}, name)
+        for path in ("/v1/chat/completions", "/v1/completions")
+        for form, name in [
+            ({"type": "json_schema", "json_schema": SCHEMA}, "properties"),
+            ({"type": "json_schema", "schema": NAMED}, "schema"),
+            ({"type": "json_schema", "json_schema": {"name": "x", "parameters": SCHEMA}}, "parameters"),
+            ({"type": "json_schema", "jsonSchema": NAMED}, "jsonSchema"),
+            ({"type": "json_object", "json_schema": NAMED}, "json_schema"),
+            ({"type": "json_object", "response_schema": SCHEMA}, "response_schema"),
+            ({"type": "json_object", **KEYWORDS}, "properties"),
+            ({"type": "text", "schema": SCHEMA}, "schema"),
+            ({"type": "regex", "regex": "a"}, "regex"),
+        ]
+    ),
+    *(
+        (path, {name: value}, name)
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+        for name, value in [
+            ("extra_body", {"guided_json": SCHEMA}),
+            ("nvext", {"guided_json": SCHEMA}),
+            ("parameters", {"grammar": {"type": "json", "value": SCHEMA}}),
+            ("generationConfig", {"responseSchema": SCHEMA}),
+            ("responseSchema", SCHEMA),
+            ("guided_decoding", {"json": SCHEMA}),
+            ("output_format", {"type": "json_schema", "schema": SCHEMA}),
+            ("structural_tag", "x"),
+        ]
+    ),
+    ("/v1/chat/completions", {"guided_json": NAMED}, "schema"),
+    ("/v1/completions", {"structured_outputs": {"json": NAMED}}, "schema"),
+    ("/v1/completions", {"structured_outputs": {"json_schema": SCHEMA}}, "json_schema"),
+    ("/v1/completions", {"structured_outputs": KEYWORDS}, "properties"),
+    ("/v1/responses", {"text": {"type": "json_schema", "schema": SCHEMA}}, "schema"),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "json_schema": NAMED}}}, "json_schema"),
+    ("/v1/messages", {"output_config": {"type": "json_schema", "schema": SCHEMA}}, "schema"),
+    ("/generate", {"parameters": {"grammar": {"type": "json_object", "json_schema": SCHEMA}}}, "json_schema"),
+    ("/generate", {"parameters": {"guided_decoding": {"json": SCHEMA}}}, "parameters.guided_decoding"),
+    ("/vertex", {"parameters": {"max_new_tokens": 2}}, "parameters"),
+    *(
+        ("/v1/chat/completions", {"tools": [{"function": {"name": "f", **odd}, **outer}]}, name)
+        for odd, outer, name in [
+            ({}, {"parameters": SCHEMA}, "parameters"),
+            ({"schema": SCHEMA}, {}, "schema"),
+            ({"args_schema": SCHEMA}, {}, "args_schema"),
+        ]
+    ),
+]  # fmt: skip
+REQUIRED: dict[str, dict[str, Any]] = {
+    path: body for path, body, steps in BODIES.values() if not steps
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), LOST)
+async def test_a_schema_where_it_is_not_read_is_refused_by_the_name_of_its_place(
+    path: str, fields: dict[str, Any], name: str
+) -> None:
+    async with served() as edge:
+        status, parsed, _ = await edge.post(path, {**REQUIRED[path], **fields})
+        assert (status, f"`{name}`" in str(parsed)) in {(422, True), (400, True)}, parsed
+        assert edge.batcher.requests == []

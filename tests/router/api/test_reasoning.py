@@ -9,7 +9,7 @@ import pytest
 from millrace_router.request.request import GrammarKind, ValidRequest
 from millrace_testing.router.edge import Edge, limits_with, serving
 from millrace_testing.router.streams import CHAT, added_up
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.text.texts import Generations, saying
 from millrace_testing.text.thoughts import CHANNEL_END, channelled, tagged
 
 TEMPLATE = (
@@ -21,7 +21,6 @@ TEMPLATE = (
 )
 LIMITS = limits_with(max_input_tokens=1000, max_total_tokens=2000, vocab_size=500)
 BYTES = tagged()
-END = 0
 USER = {"role": "user", "content": "hello"}
 ASKED: dict[str, Any] = {"messages": [USER]}
 WEATHER = {"type": "function", "function": {"name": "weather"}}
@@ -31,10 +30,8 @@ NUM_TAGGED = len(BYTES.encode("<think>\nWörld or not?\n</think>"))
 
 
 def served(*texts: str, **options: Any) -> Any:
-    plans = [[*BYTES.encode(text), END] for text in texts]
-    script = Generations(*plans, tokenizer=BYTES)
     usual = {"limits": LIMITS, "template": TEMPLATE, "tokenizer": BYTES}
-    return serving(script, **usual | options)
+    return serving(saying(*texts, using=BYTES), **usual | options)
 
 
 async def answer(edge: Edge, **body: Any) -> Any:
@@ -60,7 +57,7 @@ async def test_the_thought_is_separate_from_the_text() -> None:
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-async def test_streams_tell_the_thought_first(continuous: bool) -> None:
+async def test_streams_send_the_thought_first(continuous: bool) -> None:
     options = {"include_usage": True, "continuous_usage_stats": continuous}
     async with served(THINKS) as edge:
         chunks = await edge.chunks(CHAT, {**ASKED, "stream_options": options})
@@ -91,12 +88,67 @@ async def test_calls_follow_the_thought() -> None:
         assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "<think>"}'
 
 
-async def test_a_call_within_a_thought_is_none() -> None:
+async def test_a_call_within_a_thought_is_not_a_call() -> None:
     async with served("<think>" + CALLS.removeprefix(THINKS) + "</think>no") as edge:
         told = await answer(edge, tools=[WEATHER])
     assert told["choices"][0]["finish_reason"] == "stop"
     assert "tool_calls" not in told["choices"][0]["message"]
     assert told["choices"][0]["message"]["reasoning"].startswith("<tool_call>")
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>'
+
+
+async def test_a_call_in_a_thought_that_never_closes_is_a_call() -> None:
+    async with served(f"<think>\nI look.\n{CALL}", f"<think>\nI look.\n{CALL}") as edge:
+        told = await answer(edge, tools=[WEATHER])
+        (streamed,) = added_up(await edge.chunks(CHAT, {**ASKED, "tools": [WEATHER]}))
+    for choice in (told["choices"][0], streamed):
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", '{"a": 1}')
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["reasoning"].startswith("I look.")
+
+
+async def test_a_call_in_tags_in_a_thought_that_never_closes_is_a_call() -> None:
+    text = "<think>\nI look.\n<tool_call>\n<function=weather>\n</function>\n</tool_call>"
+    async with served(text, tool_call_parser="qwen3_coder") as edge:
+        told = await answer(edge, tools=[WEATHER])
+    (call,) = told["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", "{}")
+
+
+@pytest.mark.parametrize(
+    "rest", ["<tool_call> would help", CALL[:-22], CALL.replace("weather", "x")]
+)
+async def test_what_is_no_whole_call_stays_thought(rest: str) -> None:
+    async with served(f"<think>\n{rest}") as edge:
+        told = await answer(edge, tools=[WEATHER])
+    (choice,) = told["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"].keys() == {"role", "content", "reasoning", "reasoning_content"}
+    assert choice["message"]["reasoning"] == rest
+
+
+async def test_a_call_in_a_thought_that_a_limit_cuts_is_not_a_call() -> None:
+    text = f"<think>\n{CALL} so"
+    async with served(text) as edge:
+        told = await answer(edge, tools=[WEATHER], max_tokens=len(BYTES.encode(text)) - 1)
+    assert told["choices"][0]["finish_reason"] == "length"
+    assert "tool_calls" not in told["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_counts_in_the_answer_and_not_in_the_thought(*, stream: bool) -> None:
+    async with served("<think>\nOne END two\n</think>\n\nA END b") as edge:
+        body = {**ASKED, "stop": ["END"]}
+        if stream:
+            (choice,) = added_up(await edge.chunks(CHAT, body))
+        else:
+            choice = (await edge.answer(CHAT, body))["choices"][0]
+    assert choice["message"]["reasoning"] == "One END two"
+    assert choice["message"]["content"] == "A "
+    assert choice["finish_reason"] == "stop"
 
 
 async def test_a_template_may_open_the_thought() -> None:
@@ -234,36 +286,3 @@ async def test_grammars_of_answers_and_calls_begin_behind_the_thought() -> None:
     assert alone.kind is GrammarKind.JSON_SCHEMA
     assert calls is not None
     assert calls.source.startswith("start: ((<[")
-
-
-async def test_a_budget_needs_tags_that_are_tokens() -> None:
-    plain = tokenizer("byte_level")
-    async with served("So.", tokenizer=plain) as edge:
-        status, told, _ = await edge.post(CHAT, {**ASKED, "thinking_token_budget": 7})
-    assert status == 422
-    assert (
-        "thinking budgets need tags that are single tokens; this model's are not"
-        in told["error"]["message"]
-    )
-
-
-async def test_without_thoughts_a_budget_bounds_nothing() -> None:
-    async with served("So.", reasoning_parser="none") as edge:
-        await answer(edge, thinking_token_budget=7)
-        assert edge.batcher.requests[0].grammar is None
-
-
-async def test_a_text_has_the_channel_of_answers_and_calls_have_their_own() -> None:
-    known = channelled()
-    plans = [[*known.encode("{}"), 0]] * 2
-    script = Generations(*plans, tokenizer=known)
-    options = {"limits": LIMITS, "tokenizer": known, "reasoning_parser": "gpt_oss"}
-    async with serving(script, template="bot", **options) as edge:
-        await answer(edge, response_format={"type": "json_object"})
-        await answer(edge, tools=[WEATHER], tool_choice="required")
-        text, calls = [request.grammar for request in edge.batcher.requests]
-    assert text is not None
-    assert '"final"' in text.source
-    assert calls is not None
-    assert '"analysis"' in calls.source
-    assert '"final"' not in calls.source

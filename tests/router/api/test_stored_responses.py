@@ -9,21 +9,11 @@ from typing import Any
 import pytest
 
 from millrace_router.api.responses.store import ResponseStore
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import Edge, limits_with, play, serving
+from millrace_testing.clock import Clock
+from millrace_testing.router.edge import limits_with, plays, serving
 from millrace_testing.router.streams import RESPONSES, events_of, response_of
 
 ITEM = {"type": "message", "role": "user", "content": "a" * 100, "id": "item_1"}
-
-
-class Clock:
-    """Shows the time that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def response(id_: str) -> dict[str, Any]:
@@ -37,7 +27,7 @@ def store_with(num_responses: int, clock: Clock | None = None) -> ResponseStore:
     return ResponseStore(num_responses * measured.num_bytes, 60, clock or Clock())
 
 
-def test_a_response_is_found_only_by_its_tenant() -> None:
+def test_only_its_tenant_has_access_to_a_response() -> None:
     store = store_with(3)
     store.add("ann", response("1"), [ITEM])
     found = store.find("ann", "1")
@@ -115,12 +105,9 @@ TEMPLATE = (
 WIDE = limits_with(max_input_tokens=400, max_total_tokens=900)
 ON = {"limits": WIDE, "template": TEMPLATE, "responses_store": 1}
 ASKED: dict[str, Any] = {"input": "hello"}
+SAYS_WORLD = plays("wor", "ld")
 CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "2"}
-
-
-def says_world(_: ValidRequest, stream: TokenStream) -> None:
-    play(stream, "wor", "ld")
 
 
 def words_of(answer: dict[str, Any]) -> int:
@@ -129,19 +116,16 @@ def words_of(answer: dict[str, Any]) -> int:
     return count
 
 
-async def asked(edge: Edge, body: dict[str, Any], **other: Any) -> dict[str, Any]:
-    status, answer, _ = await edge.post(RESPONSES, body, **other)
-    assert status == 200, answer
-    told: dict[str, Any] = answer
-    return told
-
-
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 async def test_a_conversation_goes_on_by_the_id_of_its_last_response(streams: bool) -> None:
-    async with serving(says_world, **ON) as edge:
+    async with serving(SAYS_WORLD, **ON) as edge:
 
         async def ask(body: dict[str, Any]) -> dict[str, Any]:
-            return response_of(await events_of(edge, body)) if streams else await asked(edge, body)
+            return (
+                response_of(await events_of(edge, body))
+                if streams
+                else await edge.answer(RESPONSES, body)
+            )
 
         first = await ask(ASKED | {"instructions": "be brief"})
         assert first["store"] is True
@@ -166,9 +150,11 @@ async def test_a_conversation_goes_on_by_the_id_of_its_last_response(streams: bo
 
 
 async def test_a_stored_response_is_read_and_forgotten() -> None:
-    async with serving(says_world, **ON) as edge:
-        first = await asked(edge, ASKED)
-        second = await asked(edge, {"input": "again", "previous_response_id": first["id"]})
+    async with serving(SAYS_WORLD, **ON) as edge:
+        first = await edge.answer(RESPONSES, ASKED)
+        second = await edge.answer(
+            RESPONSES, {"input": "again", "previous_response_id": first["id"]}
+        )
         path = f"{RESPONSES}/{second['id']}"
         async with edge.client.get(edge.url + path) as response:
             assert await response.json() == second
@@ -184,10 +170,10 @@ async def test_a_stored_response_is_read_and_forgotten() -> None:
 
 
 async def test_the_items_of_a_stored_response_are_listed() -> None:
-    async with serving(says_world, **ON) as edge:
-        first = await asked(edge, ASKED)
+    async with serving(SAYS_WORLD, **ON) as edge:
+        first = await edge.answer(RESPONSES, ASKED)
         turns = [{"role": "user", "content": "b"}, CALL | {"id": "fc_1"}, RESULT]
-        second = await asked(edge, {"input": turns, "previous_response_id": first["id"]})
+        second = await edge.answer(RESPONSES, {"input": turns, "previous_response_id": first["id"]})
         path = f"{edge.url}{RESPONSES}/{second['id']}/input_items"
 
         async def items(query: str = "") -> Any:
@@ -218,12 +204,12 @@ async def test_the_items_of_a_stored_response_are_listed() -> None:
 
 
 async def test_a_reference_stands_for_a_stored_item() -> None:
-    async with serving(says_world, **ON) as edge:
-        first = await asked(edge, ASKED)
+    async with serving(SAYS_WORLD, **ON) as edge:
+        first = await edge.answer(RESPONSES, ASKED)
         (message,) = first["output"]
         reference = {"type": "item_reference", "id": message["id"]}
         turns = [{"role": "user", "content": "hello"}, reference, {"id": message["id"]}]
-        second = await asked(edge, {"input": turns})
+        second = await edge.answer(RESPONSES, {"input": turns})
         assert words_of(second) == 3 * 2
         status, answer, _ = await edge.post(RESPONSES, {"input": [reference | {"id": "msg_1"}]})
         assert status == 400
@@ -231,19 +217,19 @@ async def test_a_reference_stands_for_a_stored_item() -> None:
 
 
 async def test_input_tokens_are_those_of_the_whole_conversation() -> None:
-    async with serving(says_world, **ON) as edge:
-        first = await asked(edge, ASKED)
+    async with serving(SAYS_WORLD, **ON) as edge:
+        first = await edge.answer(RESPONSES, ASKED)
         body = {"input": "again", "previous_response_id": first["id"]}
         _, counted, _ = await edge.post(f"{RESPONSES}/input_tokens", body)
-        assert counted["input_tokens"] == words_of(await asked(edge, body)) == 6
+        assert counted["input_tokens"] == words_of(await edge.answer(RESPONSES, body)) == 6
 
 
-async def test_nobody_reads_the_response_of_another_key(tmp_path: Path) -> None:
+async def test_no_client_can_read_the_response_of_another_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann:key-a\nbob:key-b\n")
     ann, bob = ({"authorization": f"Bearer key-{one}"} for one in "ab")
-    async with serving(says_world, **ON, api_key_file=keys) as edge:
-        first = await asked(edge, ASKED, headers=ann)
+    async with serving(SAYS_WORLD, **ON, api_key_file=keys) as edge:
+        first = await edge.answer(RESPONSES, ASKED, **ann)
         path = f"{RESPONSES}/{first['id']}"
         for method, end in (("get", ""), ("get", "/input_items"), ("delete", "")):
             url = edge.url + path + end
@@ -255,12 +241,12 @@ async def test_nobody_reads_the_response_of_another_key(tmp_path: Path) -> None:
             status, answer, _ = await edge.post(RESPONSES, body, headers=bob)
             assert status == 400
             assert answer["error"]["code"] == "previous_response_not_found"
-            await asked(edge, body, headers=ann)
+            await edge.answer(RESPONSES, body, **ann)
 
 
 async def test_without_a_store_an_earlier_response_is_refused_by_name() -> None:
-    async with serving(says_world, **ON | {"responses_store": 0}) as edge:
-        first = await asked(edge, ASKED | {"store": True})
+    async with serving(SAYS_WORLD, **ON | {"responses_store": 0}) as edge:
+        first = await edge.answer(RESPONSES, ASKED | {"store": True})
         assert first["store"] is False
         for stream in (False, True):
             body = {"input": "a", "previous_response_id": first["id"], "stream": stream}
@@ -279,17 +265,19 @@ async def test_without_a_store_an_earlier_response_is_refused_by_name() -> None:
 
 
 async def test_a_conversation_may_not_grow_beyond_a_body() -> None:
-    async with serving(says_world, **ON, payload_limit=2000) as edge:
-        first = await asked(edge, {"input": "a" * 1500})
-        second = await asked(edge, {"input": "b" * 1500, "previous_response_id": first["id"]})
+    async with serving(SAYS_WORLD, **ON, payload_limit=2000) as edge:
+        first = await edge.answer(RESPONSES, {"input": "a" * 1500})
+        second = await edge.answer(
+            RESPONSES, {"input": "b" * 1500, "previous_response_id": first["id"]}
+        )
         body = {"input": "c", "previous_response_id": second["id"]}
         status, answer, _ = await edge.post(RESPONSES, body)
         assert status == 413, answer
 
 
-async def test_what_is_malformed_is_refused_as_ever() -> None:
-    async with serving(says_world, **ON) as edge:
-        first = await asked(edge, ASKED)
+async def test_malformed_bodies_are_refused_with_a_store_too() -> None:
+    async with serving(SAYS_WORLD, **ON) as edge:
+        first = await edge.answer(RESPONSES, ASKED)
         previous = {"previous_response_id": first["id"]}
         bodies: list[Any] = [previous, previous | {"input": 1}, previous | {"input": None}]
         bodies += [{"input": [1]}, {"input": "a", "previous_response_id": 1}, [], "a"]
@@ -300,10 +288,12 @@ async def test_what_is_malformed_is_refused_as_ever() -> None:
 
 @pytest.mark.parametrize("id_", [5, ["a"], {"a": 1}, True, "", None], ids=str)
 async def test_an_item_whose_id_is_not_text_gets_another(id_: object) -> None:
-    async with serving(says_world, **ON) as edge:
+    async with serving(SAYS_WORLD, **ON) as edge:
         item = {"role": "user", "content": "hello", "id": id_}
-        first = await asked(edge, {"input": [item]})
-        second = await asked(edge, {"input": "again", "previous_response_id": first["id"]})
+        first = await edge.answer(RESPONSES, {"input": [item]})
+        second = await edge.answer(
+            RESPONSES, {"input": "again", "previous_response_id": first["id"]}
+        )
         assert words_of(second) == 3 * 2
         _, page, _ = await edge.get(f"{RESPONSES}/{first['id']}/input_items")
     (stored,) = json.loads(page)["data"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import io
 import json
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -87,13 +86,6 @@ async def test_an_image_in_the_text_is_named_in_the_header_and_in_the_log(path: 
                 assert status == 200
                 assert response.headers.get("x-millrace-ignored") == ignored
     assert lines.getvalue().count(b"inputs.image") == 1
-
-
-@pytest.fixture
-def _without_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("_without_collector")
@@ -309,6 +301,7 @@ async def test_every_kind_of_body_is_estimated(
         "fits": True,
         "reason": None,
         "cached_tokens": 4,
+        "image_tiles": 0,
         "predicted": {"queue_ms": 500.0, "first_token_ms": 1250.0, "finish_ms": 3000.4},
         "waiting": 3,
         "running": 2,
@@ -345,7 +338,7 @@ async def test_while_nothing_is_known_nothing_is_predicted() -> None:
         ),
     ],
 )
-async def test_what_does_not_fit_is_an_answer(
+async def test_an_estimate_answers_with_the_reason_why_a_request_does_not_fit(
     body: dict[str, Any], num_prompt: int, max_new: int, reason: str
 ) -> None:
     async with serving_estimate() as edge:
@@ -357,6 +350,7 @@ async def test_what_does_not_fit_is_an_answer(
         "fits": False,
         "reason": f"Input validation error: {reason}",
         "cached_tokens": 0,
+        "image_tiles": 0,
         "predicted": None,
         "waiting": 3,
         "running": 2,
@@ -438,7 +432,7 @@ async def test_a_full_server_still_estimates() -> None:
         await running
 
 
-async def test_a_draining_server_does_not() -> None:
+async def test_a_draining_server_refuses_estimates() -> None:
     async with serving_estimate() as edge:
         edge.services.infer.drain()
         status, answer, _ = await edge.post(ESTIMATE_ROUTE, ESTIMATED)
@@ -447,13 +441,13 @@ async def test_a_draining_server_does_not() -> None:
             await edge.services.infer.estimate(GenerationRequest(prompt="a"))
 
 
-def test_the_batcher_estimates_from_what_it_knows() -> None:
+def test_the_batcher_estimates_from_observed_costs() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard)
     request = ValidRequest(input_ids=tuple(range(2, 10)), max_new_tokens=4)
     assert batcher.estimate(request) == UNKNOWN
     for decodes in range(1, 17):
-        batcher._predictor.observe(StepLoad(decodes=decodes, context=8 * decodes), 1.0)
+        batcher._predictor.cost.observe(StepLoad(decodes=decodes, context=8 * decodes), 1.0)
     batcher.submit(request)
     known = batcher.estimate(request)
     assert (known.num_waiting, known.num_running) == (1, 0)
@@ -541,7 +535,7 @@ async def test_nothing_is_read_without_a_request() -> None:
         assert len(edge.runner.app[RECENT]._readings) == 1
 
 
-async def test_why_the_server_is_not_ready() -> None:
+async def test_the_status_names_the_reason_why_the_server_is_not_ready() -> None:
     async with serving(api_key="secret") as edge:
         edge.batcher.status.begin_outage("shard-0: killed")
         found = orjson.loads((await edge.get("/status"))[1])
@@ -629,10 +623,3 @@ async def test_bodies_of_another_shape_are_refused(path: str, body: dict[str, An
     async with serving() as edge:
         status, answer, _ = await edge.post(path, body)
     assert (status, answer["error_type"]) == (422, "validation")
-
-
-async def test_the_tokenizer_routes_need_the_key() -> None:
-    async with serving(api_key="secret") as edge:
-        async with edge.client.get(edge.url + "/tokenizer_info") as response:
-            assert response.status == 401
-        assert (await edge.post("/detokenize", {"tokens": [2]}))[0] == 401

@@ -14,7 +14,7 @@ from millrace_router.api.openai.request import OLD_CLIENTS_FIELDS
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_testing.router.edge import echo, limits_with, serving
 from millrace_testing.router.streams import CHAT
-from millrace_testing.text.texts import Generations, tokenizer
+from millrace_testing.text.texts import Generations, saying, tokenizer
 
 TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}{{ documents }}"
 WIDE = limits_with(max_input_tokens=100, max_total_tokens=200, vocab_size=300)
@@ -208,6 +208,19 @@ async def test_token_ids_come_with_the_texts(route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES[:2])
+async def test_an_end_token_that_ends_nothing_has_its_log_probability(route: str) -> None:
+    tokens = [*ids("a"), END, END]
+    asked: dict[str, Any] = {"logprobs": True if "chat" in route else 1, "ignore_eos": True}
+    async with serving(
+        Generations(tokens, tokenizer=BYTES), limits=WIDE, template=TEMPLATE
+    ) as edge:
+        answer = await edge.answer(route, body_of(route, **asked, max_tokens=len(tokens)))
+    (choice,) = answer["choices"]
+    entries = choice["logprobs"].get("content") or choice["logprobs"].get("tokens")
+    assert (choice["finish_reason"], len(entries)) == ("length", len(tokens))
+
+
+@pytest.mark.parametrize("route", ROUTES[:2])
 async def test_log_probabilities_may_name_tokens_by_their_ids(route: str) -> None:
     tokens = [*ids("a 好"), END]
     script = Generations(tokens, tokens, tokens, tokenizer=BYTES)
@@ -230,13 +243,14 @@ async def test_log_probabilities_may_name_tokens_by_their_ids(route: str) -> Non
     usual, named = (each["choices"][0]["logprobs"] for each in (plain, answer))
     assert names(named) == [f"token_id:{id_}" for id_ in tokens]
     assert [name for one in streamed if one for name in names(one)] == names(named)
+    # The end token has an entry only where tokens have ids.
     if "chat" in route:
-        assert [one["bytes"] for one in named["content"]] == [
+        assert [one["bytes"] for one in named["content"][:-1]] == [
             one["bytes"] for one in usual["content"]
         ]
         candidates = [top["token"] for one in named["content"] for top in one["top_logprobs"]]
     else:
-        assert named["text_offset"] == usual["text_offset"]
+        assert named["text_offset"][:-1] == usual["text_offset"]
         candidates = [name for one in named["top_logprobs"] for name in one]
     assert all(name.startswith("token_id:") for name in candidates)
 
@@ -259,6 +273,8 @@ async def test_special_tokens_of_the_prompt_are_a_choice() -> None:
                 await edge.post(route, body_of(route, max_tokens=1, **fields))
                 has_it = edge.batcher.requests[-1].input_ids[0] == 1
                 assert has_it is (usual if given is None else given), (route, given)
+        answer = await edge.answer("/chat_tokenize", body_of(ROUTES[0]))
+        assert answer["tokenize_response"][0]["id"] != 1
 
 
 async def test_stop_tokens_that_the_model_lacks_are_refused() -> None:
@@ -282,9 +298,8 @@ SENT: dict[str, Any] = dict.fromkeys(OLD_CLIENTS_FIELDS) | {
 
 
 def serving_text(text: str, **options: Any) -> Any:
-    script = Generations([*BYTES.encode(text), 0], tokenizer=BYTES)
     usual = {"limits": LIMITS, "template": OLD_TEMPLATE, "tokenizer": BYTES}
-    return serving(script, **usual | options)
+    return serving(saying(text), **usual | options)
 
 
 async def test_each_delta_has_a_role_and_a_call_or_null_and_all_is_json() -> None:
@@ -313,13 +328,13 @@ async def test_a_call_is_an_object() -> None:
 
 
 @pytest.mark.parametrize("without", ["repetition_penalty", "tool_choice", "n"])
-async def test_others_who_send_less_are_not_taken_for_them(without: str) -> None:
+async def test_clients_that_send_fewer_fields_are_not_taken_for_old_clients(without: str) -> None:
     async with serving_text("Hi") as edge:
         *chunks, end = await edge.events(CHAT, {k: v for k, v in SENT.items() if k != without})
     assert end == "[DONE]"
     assert set(chunks[-1]["choices"][0]["delta"]) <= {"content"}
 
 
-async def test_another_model_is_not_theirs() -> None:
+async def test_requests_for_another_model_are_not_taken_for_old_clients() -> None:
     async with serving_text("Hi") as edge:
         assert (await edge.events(CHAT, {**SENT, "model": "org/tiny"}))[-1] == "[DONE]"

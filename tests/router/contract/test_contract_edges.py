@@ -102,9 +102,7 @@ KEYS = [
         )
         for given in (
             "Bearer SECRET",
-            "bearer secret",
             "Bearer secret2",
-            "Bearer  secret",
             "secret",
         )
     ),

@@ -182,7 +182,7 @@ ADDITIONS = [
     added(
         "a chat that is not valid",
         "/v1/chat/completions",
-        CHAT | {"max_tokens": 99},
+        CHAT | {"stop": list("abcde")},
         1,
         strict_count=2,
         **INVALID,
@@ -245,7 +245,7 @@ def test_a_request_adds_to_the_metrics_of_tgi(
     assert change == {"count": count, "success": addition.success, **failures}
 
 
-def test_what_requests_leave_in_the_histograms() -> None:
+def test_requests_are_counted_in_tgis_histograms() -> None:
     held = Held(limits=limits_with())
     try:
         rule = Rule(section="7.2", says="", path="/generate", body=NATIVE, default=Reply())

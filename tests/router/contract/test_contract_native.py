@@ -22,6 +22,7 @@ from millrace_testing.contract.contract import (
     Rule,
     Script,
     exactly,
+    explode,
 )
 from millrace_testing.router.edge import echo, fail, finished, play, token_event
 
@@ -57,11 +58,6 @@ def fails_with(error: RouterError, *texts: str) -> Script:
         stream.fail(error)
 
     return script
-
-
-def explode(_: ValidRequest, __: TokenStream) -> None:
-    """Fail with an unexpected error."""
-    raise ArithmeticError("an unexpected error")
 
 
 def seeded(request: ValidRequest, stream: TokenStream) -> None:
@@ -245,6 +241,14 @@ PARAMETERS = [
             ("decoder_input_details", True, {"prefill_logprobs": False}),
         )
     ),
+    Rule(
+        section="3.4",
+        says="a whole number with a fraction is an integer, unlike in TGI",
+        path="/generate",
+        body=asked(max_new_tokens=2.0),
+        default=Reply(),
+        strict=Reply(status=422, body=re.compile(r"Failed to des.+parameters\.max_new_tokens.+")),
+    ),
     *(
         Rule(
             section="3.4",
@@ -258,7 +262,6 @@ PARAMETERS = [
         for name, value in (
             ("max_new_tokens", -1),
             ("max_new_tokens", 2**32),
-            ("max_new_tokens", 2.0),
             ("top_k", "5"),
             ("top_k", 2**31),
             ("seed", 2**64),

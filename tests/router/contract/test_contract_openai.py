@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 
-from millrace_router.errors import GenerationError
 from millrace_router.request.request import FinishReason, Grammar, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, Script, exactly
-from millrace_testing.router.edge import fail, finished, token_event
+from millrace_testing.contract.contract import (
+    ABSENT,
+    COLUMNS,
+    Held,
+    Reply,
+    Rule,
+    Script,
+    exactly,
+    explode,
+)
+from millrace_testing.router.edge import break_off, fail, finished, token_event
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -47,17 +55,6 @@ def says(reason: FinishReason, *texts: str) -> Script:
             stream.token(token_event(index, text, finished=end if last else None))
 
     return script
-
-
-def explode(_: ValidRequest, __: TokenStream) -> None:
-    """Fail with an unexpected error."""
-    raise ArithmeticError("an unexpected error")
-
-
-def breaks(_: ValidRequest, stream: TokenStream) -> None:
-    """Fail after a token."""
-    stream.token(token_event(1, " x"))
-    stream.fail(GenerationError("out of luck"))
 
 
 def penalized(**penalties: float) -> dict[str, float]:
@@ -144,7 +141,7 @@ BOTH = [
             default=Reply(status=422, body={"error": {"type": "validation"}}),
             strict=Reply(events=[{"error": {"http_status_code": 422, "message": str}}, DONE]),
         )
-        for path, body in both(stream=True, max_tokens=99)
+        for path, body in both(stream=True, stop=list("abcde"))
     ),
     *(
         Rule(
@@ -152,7 +149,7 @@ BOTH = [
             says=f"a failure in mid-stream, and the end: {path}",
             path=path,
             body=body,
-            script=breaks,
+            script=break_off,
             default=Reply(
                 body=re.compile(
                     r'data: .*data: {"error".*"http_status_code":424}}\n\ndata: \[DONE\]\n\n', re.S
@@ -465,6 +462,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
     },
 }
+UNKNOWN_TOOL = "Tool with name nothing not found: the tools are weather"
 CALL = says(FinishReason.EOS_TOKEN, '{"name": "weather", ', '"parameters": {"place": "x"}}', "</s>")
 
 
@@ -539,7 +537,7 @@ TOOLS = [
             path=CHAT_PATH,
             body=tooled(tool_choice="nothing", stream=stream),
             server="roomy",
-            default=told_of_tool("Tool with name nothing not found"),
+            default=told_of_tool(UNKNOWN_TOOL),
             strict=told_as_tgi("Tool with name nothing not found"),
             generates={},
         )

@@ -66,7 +66,7 @@ INFORMATION = [
     ),
     Rule(
         section="3.9",
-        says="the model, the limits, and what version 3 left out",
+        says="the model, the limits, what version 3 left out, and ours",
         path="/info",
         method="GET",
         default=Reply(
@@ -88,6 +88,9 @@ INFORMATION = [
                 "waiting_served_ratio": 0.3,
                 "max_batch_total_tokens": 32,
                 "max_waiting_tokens": 20,
+                "max_n": 3,
+                "speculate": 2,
+                "grammars": True,
             }
         ),
     ),

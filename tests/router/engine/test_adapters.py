@@ -68,7 +68,7 @@ def is_empty(batcher: Batcher) -> bool:
     return not any(p.num_users for p in slots) and not batcher._adapters.num_waiting
 
 
-async def test_forty_adapters_share_eight_places() -> None:
+async def test_forty_adapters_share_eight_slots() -> None:
     shard, random = new_shard(), Random(7)
     batcher = new_batcher(DirectShards(shard), shard, cycle_seconds=0.0)
     asked = [
@@ -139,7 +139,7 @@ async def test_no_request_waits_behind_an_adapter_that_is_loading() -> None:
         assert ids_of(await collect(slow)) == expected([1, 2], 5, ONE)
 
 
-async def test_a_request_that_waited_for_its_adapter_keeps_its_place_by_age() -> None:
+async def test_a_request_that_waited_for_its_adapter_stays_ordered_by_age() -> None:
     shard = new_shard()
     shards = DirectShards(shard)
     gate = shards.held_loads[ONE.digest] = asyncio.Event()
@@ -208,7 +208,7 @@ async def test_a_busy_adapter_makes_room_and_its_stream_goes_on_later() -> None:
     assert ids_of(events[1]) == expected([1, 2], 300, TWO)
 
 
-async def test_a_wait_ends_at_its_deadline_and_frees_what_it_waited_for() -> None:
+async def test_a_wait_ends_at_its_deadline_and_leaves_nothing_reserved() -> None:
     shard = new_shard()
     shards = DirectShards(shard)
     shards.held_loads[ONE.digest] = asyncio.Event()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_router.engine.batcher import Batcher
-from millrace_router.errors import GenerationError, QueueExpired, ShuttingDown
+from millrace_router.errors import GenerationError, InternalError, QueueExpired, ShuttingDown
 from millrace_router.request.entry import entry_of
 from millrace_router.request.request import (
     FinishReason,
@@ -26,6 +26,8 @@ from millrace_router.request.request import (
     ValidRequest,
 )
 from millrace_router.request.token_stream import TokenStream
+from millrace_router.text.detokenizer import IncrementalDetokenizer
+from millrace_router.text.tokenizer import TokenizerError
 from millrace_testing.router.fake_router import (
     DirectShards,
     collect,
@@ -33,6 +35,7 @@ from millrace_testing.router.fake_router import (
     ids_of,
     new_batcher,
     next_token,
+    panic,
     request,
     running,
 )
@@ -283,6 +286,32 @@ async def test_only_the_row_whose_grammar_fails_ends_with_the_reason() -> None:
         assert ids_of(await collect(good)) == continuation([1], 6)
 
 
+@pytest.mark.parametrize("error", [TokenizerError("no text"), panic()])
+async def test_only_the_request_whose_token_has_no_text_fails(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the tokenizer raises or panics: the others go on in the same epoch."""
+    shard = FakeShard()
+    channel = DirectShards(shard)
+    batcher = new_batcher(channel, shard)
+    step = IncrementalDetokenizer.step
+    wrong = continuation([2], 3)[-1]
+    assert wrong not in continuation([1], 6)
+
+    def failing(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
+        if token_id == wrong:
+            raise error
+        return step(detokenizer, token_id)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "step", failing)
+    async with running(batcher):
+        good, bad = batcher.submit(request([1], 6)), batcher.submit(request([2], 6))
+        with pytest.raises(InternalError):
+            await collect(bad)
+        assert ids_of(await collect(good)) == continuation([1], 6)
+        assert channel.epoch == 1
+
+
 async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
     shard = FakeShard(num_blocks=40)
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=1)
@@ -443,7 +472,7 @@ async def test_tokens_after_a_stop_sequence_are_dropped(place: int) -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 13))
-async def test_forced_tokens_end_with_the_last_that_was_asked_for(count: int) -> None:
+async def test_forced_tokens_end_at_the_requested_number(count: int) -> None:
     shard = FakeShard(num_blocks=100)
     shard.num_forced = 5
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
@@ -713,7 +742,7 @@ def test_every_kind_of_request_yields_its_own(
     asyncio.run(run())
 
 
-async def test_no_decode_and_no_token_is_computed_for_them() -> None:
+async def test_no_decode_and_no_token_is_computed_for_pooled_prompts() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):
@@ -723,7 +752,7 @@ async def test_no_decode_and_no_token_is_computed_for_them() -> None:
     assert all(not step.prefill.decode_slots for step in shard.steps)
 
 
-async def test_their_prompts_are_found_in_the_prefix_cache_but_for_the_last_token() -> None:
+async def test_pooled_prompts_hit_the_prefix_cache_except_for_the_last_token() -> None:
     shard = FakeShard(block_size=4)
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):

@@ -283,7 +283,7 @@ async def test_a_defect_is_not_taken_for_health() -> None:
         await health.check()
 
 
-async def test_a_check_fails_once_the_shards_are_given_up() -> None:
+async def test_a_health_check_fails_once_the_shards_do_not_come_back() -> None:
     batcher = FakeBatcher()
     health = Health(batcher.status, batcher, probe_seconds=60.0)
     health.failed(GenerationError("no"))

@@ -214,7 +214,7 @@ class Received:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
-async def test_a_sink_receives_what_was_and_what_comes(num_before: int) -> None:
+async def test_a_sink_receives_earlier_and_later_events(num_before: int) -> None:
     infer, received = new_infer(batcher := FakeBatcher()), Received()
     async with await infer.start(request()) as generation:
         (stream,) = batcher.streams
@@ -300,7 +300,7 @@ async def test_reading_may_end_before_the_generation() -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
-async def test_a_client_that_leaves_before_the_first_token(path: str) -> None:
+async def test_a_client_that_leaves_before_the_first_token_frees_its_permit(path: str) -> None:
     async with serving(None) as edge:
         await leave_after(edge, path, tokens=0)
         assert edge.services.infer.permits.taken == 0
@@ -308,7 +308,7 @@ async def test_a_client_that_leaves_before_the_first_token(path: str) -> None:
         assert 'tgi_request_failure{err="dropped"} 1' in lines
 
 
-async def test_a_client_that_leaves_a_stream() -> None:
+async def test_a_client_that_leaves_a_stream_frees_its_permit() -> None:
     async with serving(None) as edge:
         await leave_after(edge, "/generate_stream", tokens=1)
         assert edge.services.infer.permits.taken == 0
@@ -366,7 +366,7 @@ async def test_scheduling_parameters_reach_the_batcher() -> None:
     ]
 
 
-async def test_only_what_waits_with_a_deadline_may_expire() -> None:
+async def test_only_a_waiting_request_with_a_deadline_may_expire() -> None:
     infer = new_infer(batcher := FakeBatcher())
     scheduling = SchedulingParameters(max_queue_seconds=2.0)
     async with await infer.start(request(scheduling=scheduling)) as generation:

@@ -128,7 +128,7 @@ def test_quantile_is_the_least_value_that_a_share_does_not_exceed(
 LIMITS = Limits(max_input_tokens=40, max_total_tokens=48, vocab_size=VOCAB_SIZE)
 
 
-async def test_costs_are_known_afterwards_and_nothing_is_left_behind(
+async def test_calibration_learns_costs_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calibration, "SECONDS", 60.0)
@@ -141,6 +141,15 @@ async def test_costs_are_known_afterwards_and_nothing_is_left_behind(
     assert cost.seconds(StepLoad(prefill_tokens=16, prefill_pairs=136, num_chunks=1)) is not None
     assert not batcher._planner.rows
     assert batcher._planner.blocks.num_owned == 0
+
+
+def test_a_slow_machine_measures_a_prompt_that_fits_into_the_time_left() -> None:
+    long = calibration.ROUNDS[1]
+    assert long.within(0.6, 1e-4, max_batch_size=4) == long
+    assert long.within(0.6, 4e-3, max_batch_size=4).num_prompt_tokens == 150
+    assert long.within(0.6, 1.0, max_batch_size=4).num_prompt_tokens == calibration.LEAST_PROMPT
+    many = calibration.ROUNDS[3].within(0.6, 1e-4, max_batch_size=4)
+    assert (many.num_requests, many.num_tokens) == (4, 4 * 16 * 6)
 
 
 async def test_shards_that_fail_are_reported_and_do_not_stop_the_start() -> None:

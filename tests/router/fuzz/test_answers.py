@@ -160,6 +160,10 @@ class Answer:
     text: str
     calls: list[tuple[str, str]]
     reason: str | None
+    num_whole: int = 0
+    """Calls that have ended."""
+    source: str = ""
+    """What the last call was written as, which is text if it never ends."""
 
 
 def read(form: Form, text: str, sizes: Iterator[int], stops: Sequence[str] = ()) -> Answer:
@@ -177,9 +181,12 @@ def read(form: Form, text: str, sizes: Iterator[int], stops: Sequence[str] = ())
                 assert call.name is not None
                 assert call.index == len(answer.calls)
                 answer.calls.append((call.name, ""))
+                answer.source = ""
             assert call.index == len(answer.calls) - 1
             called, arguments = answer.calls[-1]
             answer.calls[-1] = called, arguments + call.arguments
+            answer.source += call.source
+            answer.num_whole += call.is_last
         if delta.finish_reason is not None:
             answer.reason = delta.finish_reason
             break
@@ -215,19 +222,26 @@ def test_no_cut_between_tokens_changes_an_answer(
     assert read(form, text, each(1), stops) == whole
     endless = (size for _ in each(1) for size in sizes)
     assert read(form, text, endless, stops) == whole
-    assert whole.reason == ("tool_calls" if whole.calls else "stop")
+    is_whole = len(whole.calls) == whole.num_whole > 0
+    assert whole.reason == ("tool_calls" if is_whole else "stop")
+    assert not is_whole or all(isinstance(json.loads(text), dict) for _, text in whole.calls)
 
 
 @each_format
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_no_word_is_lost(name: str, data: st.DataObject) -> None:
-    """Every letter is thought, text or an argument, but in headers of channels and in calls that are one too many."""
+    """Every letter is thought, text or an argument, but in headers of channels and in calls that are one too many.
+
+    In a call that is cut, it may be part of a value whose type is not clear yet, which only the call's source has.
+    """
     form, text = data.draw(forms(name)), data.draw(texts(name))
     answer = read(form, text, each(3))
     kept = letters(answer.thought, answer.text, *(arguments for _, arguments in answer.calls))
-    lost = letters(text) - kept
     assert not kept - letters(text)
+    lost = letters(text) - kept
+    if answer.num_whole < len(answer.calls):
+        lost -= letters(answer.source)
     if not answer.calls:
         left = iter(text)
         assert all(char in left for char in answer.text), "text is a part of the answer"

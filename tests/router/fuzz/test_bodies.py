@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, closing
 from http.client import HTTPConnection
+from random import Random
 from typing import Any
 from uuid import uuid4
 
@@ -16,9 +17,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from millrace_router.api.openapi.document import OPERATIONS
+from millrace_router.request.request import Task
 from millrace_router.server.operation import Operation
-from millrace_testing.contract.openapi import EVENTS, JSON, check_documented, path_of
-from millrace_testing.router.edge import Edge, limits_with, serving
+from millrace_testing.contract.openapi import (
+    EVENTS,
+    JSON,
+    check_documented,
+    described,
+    path_of,
+    resolved,
+)
+from millrace_testing.router.edge import Edge, limits_with, pooling_of, serving
 
 SECONDS = 30.0
 TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
@@ -272,7 +281,7 @@ def test_unchanged_bodies_are_answered(door: Door) -> None:
 
 @fuzz
 @given(operation=OPERATION, data=st.binary(max_size=60))
-def test_any_bytes(door: Door, operation: Operation, data: bytes) -> None:
+def test_any_bytes_are_answered_or_refused(door: Door, operation: Operation, data: bytes) -> None:
     # Bytes that happen to be a right body are answered.
     assert check(door, operation, data) in {200, 400, 422}
 
@@ -285,7 +294,7 @@ def test_any_bytes(door: Door, operation: Operation, data: bytes) -> None:
     kind=st.sampled_from([JSON, "text/plain", "application/", "application/x+json", "\xff"]),
 )
 @example(operation=ROUTES["/generate"], data=b"", encoding="\xff", kind=JSON)
-def test_any_bytes_in_any_wrapping(
+def test_any_bytes_in_any_encoding_are_answered_or_refused(
     door: Door, operation: Operation, data: bytes, encoding: str, kind: str
 ) -> None:
     headers: Headers = {"content-encoding": encoding, "content-type": kind}
@@ -294,13 +303,13 @@ def test_any_bytes_in_any_wrapping(
 
 @fuzz
 @given(operation=OPERATION, value=VALUES)
-def test_any_json(door: Door, operation: Operation, value: Any) -> None:
+def test_any_json_is_answered_or_refused(door: Door, operation: Operation, value: Any) -> None:
     check(door, operation, json.dumps(value).encode())
 
 
 @settings(fuzz, max_examples=600)
 @given(operation=OPERATION, place=st.sampled_from(PLACES), value=VALUES)
-def test_any_value_at_any_place_of_a_valid_body(
+def test_any_value_in_any_field_of_a_valid_body_is_answered_or_refused(
     door: Door, operation: Operation, place: tuple[Any, tuple[Any, ...]], value: Any
 ) -> None:
     body, path = place
@@ -309,7 +318,7 @@ def test_any_value_at_any_place_of_a_valid_body(
 
 @settings(fuzz, max_examples=100)
 @given(operation=OPERATION, place=st.sampled_from(PLACES), depth=st.integers(1, 100_000))
-def test_any_depth_at_any_place(
+def test_depths_above_200_are_refused_in_any_field(
     door: Door, operation: Operation, place: tuple[Any, tuple[Any, ...]], depth: int
 ) -> None:
     body, path = place
@@ -323,7 +332,9 @@ def test_any_depth_at_any_place(
 @fuzz
 @given(operation=OPERATION, text=st.text('[]{}",:\\', max_size=12), count=st.integers(1, 400))
 @example(operation=ROUTES["/generate"], text="[", count=300)
-def test_text_that_looks_like_json(door: Door, operation: Operation, text: str, count: int) -> None:
+def test_text_that_looks_like_json_is_answered_or_refused(
+    door: Door, operation: Operation, text: str, count: int
+) -> None:
     for body in ({"inputs": text * count}, {"prompt": text * count}, {text: [text] * count}):
         check(door, operation, json.dumps(body).encode())
 
@@ -335,7 +346,7 @@ def test_text_that_looks_like_json(door: Door, operation: Operation, text: str, 
     cut=st.integers(0, 400),
     junk=st.binary(max_size=6),
 )
-def test_bodies_cut_and_spliced(
+def test_cut_and_spliced_bodies_are_answered_or_refused(
     door: Door, operation: Operation, body: Any, cut: int, junk: bytes
 ) -> None:
     whole = json.dumps(body).encode()
@@ -358,9 +369,131 @@ UNPRINTABLE = bytes([*range(32), 127])
 )
 @example(operation=ROUTES["/generate"], name="x-priority", value=b"\xff")
 @example(operation=ROUTES["/v1/chat/completions"], name="x-max-queue-ms", value=b"9" * 5000)
-def test_any_header(door: Door, operation: Operation, name: str, value: bytes) -> None:
+def test_any_header_is_answered_or_refused(
+    door: Door, operation: Operation, name: str, value: bytes
+) -> None:
     body = BODIES_BY_PATH.get(operation.path, NATIVE)
     data = json.dumps({key: body[key] for key in body.keys() - SCHEDULING}).encode()
     # A stream that is resumed must have a key, and one that has a key may be resumed.
     headers: Headers = {"idempotency-key": str(uuid4())} if name == "last-event-id" else {}
     check(door, operation, data, {**headers, name: value})
+
+
+WRONG: list[Any] = [
+    *([], {}, [[]], [{}], [None], {"type": []}, {"type": {}}, {"a": {"b": []}}, [1, "a"]),
+    *(None, True, False, 0, -1, 1.5, 2.0, 2**31, 2**64, -(2**63) - 1, 1e308),
+    *("", "a", "1", "\0", "\ud7ff", "[", "{}", "x" * 300),
+]
+ANYTHING: list[Any] = [
+    *(None, True, 3, -0.5, "a", [], {}, [{"a": [1]}], {"a": {"b": "c"}}, {"type": "any"}),
+    *({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},),
+    *({"oneOf": [{"type": "null"}, {"$ref": "#/$defs/b"}], "$defs": {"b": {"enum": [1]}}},),
+]
+DECIDING = frozenset({"type", "role", "inputs", "messages", "input", "content", "tool_choice"})
+"""Fields by which a reader chooses how it reads others."""
+MOST_LEVELS = 7
+
+
+class Documented:
+    """Bodies at random: as the document describes them, or off it by one change."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = Random(seed)
+
+    def body(self, operation: Operation, *, is_changed: bool) -> Any:
+        body = self._value(described(operation)["requestBody"]["content"][JSON]["schema"], 0)
+        if not is_changed:
+            return body
+        path = self._place(body)
+        change = self._random.choice(["replace", "replace", "drop", "add"])
+        if change == "replace" or not path:
+            return replaced(body, path, self._random.choice(WRONG))
+        changed = inner = copy.deepcopy(body)
+        for step in path[:-1]:
+            inner = inner[step]
+        if change == "drop" or isinstance(inner, list):
+            del inner[path[-1]]
+        else:
+            inner[self._random.choice(["type", "schema", "tools", "role", "a"])] = (
+                self._random.choice(WRONG)
+            )
+        return changed
+
+    def _place(self, body: Any) -> tuple[Any, ...]:
+        """A place deep inside is as likely as all that are less deep; what decides how others are read, more likely."""
+        paths = [*places(body)]
+        if (
+            deciding := [path for path in paths if path and path[-1] in DECIDING]
+        ) and self._random.random() < 0.5:
+            return self._random.choice(deciding)
+        depth = self._random.choice(sorted({len(path) for path in paths}))
+        return self._random.choice([path for path in paths if len(path) == depth])
+
+    def _value(self, schema: Any, depth: int) -> Any:
+        if "$ref" in schema:
+            return self._value(resolved(schema["$ref"]), depth)
+        if "const" in schema or "enum" in schema:
+            return self._random.choice(schema.get("enum") or [schema["const"]])
+        for word in ("anyOf", "oneOf", "allOf"):
+            if word in schema:
+                return self._value(self._random.choice(schema[word]), depth)
+        if schema.get("type") == "object":
+            return self._object(schema, depth)
+        if schema.get("type") == "array":
+            least = schema.get("minItems", 0)
+            count = self._random.randint(least, least + 2 * (depth <= MOST_LEVELS))
+            return [self._value(schema.get("items", {}), depth + 1) for _ in range(count)]
+        return self._random.choice(self._scalars(schema))
+
+    def _scalars(self, schema: Any) -> list[Any]:
+        least, most = schema.get("minimum", -3), schema.get("maximum", 9)
+        scalars: dict[str, list[Any]] = {
+            "string": ["hello", "world", "auto", "none", "{}", "a" * schema.get("minLength", 0)],
+            "integer": [least, most, *([3] if least <= 3 <= most else [])],
+            "number": [0.5, 1, 0],
+            "boolean": [True, False],
+            "null": [None],
+        }
+        return scalars.get(schema.get("type"), ANYTHING)
+
+    def _object(self, schema: Any, depth: int) -> dict[str, Any]:
+        required, share = schema.get("required", ()), 0.0 if depth > MOST_LEVELS else 0.3
+        made = {
+            name: self._value(one, depth + 1)
+            for name, one in schema.get("properties", {}).items()
+            if name in required or self._random.random() < share
+        }
+        others = schema.get("additionalProperties", False)
+        if not schema.get("properties") and others is not False:
+            value = (
+                self._random.choice(ANYTHING) if others is True else self._value(others, depth + 1)
+            )
+            made |= {"a": value} if not isinstance(value, dict) else value
+        return made
+
+
+@pytest.fixture(scope="module")
+def wide_door() -> Iterator[Door]:
+    """A server with all tasks, grammars and an adapter's folder."""
+    limits = limits_with(grammars=True, prefill_logprobs=True)
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        options: Any = {"template": TEMPLATE, "limits": limits, "pooling": pooling_of(*Task)}
+        edge = runner.run(stack.enter_async_context(serving(**options)))
+        yield Door(runner, edge)
+        runner.run(stack.aclose())
+
+
+@pytest.mark.parametrize("num_bodies", [20, pytest.param(500, marks=pytest.mark.ecosystem)])
+@pytest.mark.parametrize("path", ROUTES)
+def test_documented_bodies_and_those_off_by_one_change_are_answered_or_refused(
+    wide_door: Door, path: str, num_bodies: int
+) -> None:
+    documented = Documented(f"{path} {num_bodies}")
+    for index in range(num_bodies):
+        body = documented.body(ROUTES[path], is_changed=index % 2 == 1)
+        try:
+            check(wide_door, ROUTES[path], json.dumps(body).encode())
+        except BaseException as error:
+            error.add_note(f"body: {json.dumps(body)}")
+            raise

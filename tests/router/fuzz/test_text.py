@@ -145,7 +145,7 @@ def outcome(template: ChatTemplate, messages: list[dict[str, Any]], **options: A
     add_generation_prompt=st.booleans(),
 )
 @pytest.mark.parametrize("source", [LLAMA_3, CHATML, MISTRAL], ids=["llama-3", "chatml", "mistral"])
-def test_any_messages(
+def test_any_messages_are_rendered_or_a_template_error(
     source: str,
     messages: list[dict[str, Any]],
     variables: dict[str, Any],
@@ -168,7 +168,7 @@ def test_any_messages(
     )
 )
 @pytest.mark.parametrize("source", [LLAMA_3, CHATML], ids=["llama-3", "chatml"])
-def test_what_users_say_is_text_and_never_template(source: str, turns: list[str]) -> None:
+def test_text_of_users_is_never_taken_for_a_template(source: str, turns: list[str]) -> None:
     messages = [{"role": "user", "content": "{{ 7 * 7 }}{% if %}" + turn + "!"} for turn in turns]
     prompt = outcome(compiled(source), messages)
     assert prompt is not None
@@ -198,7 +198,9 @@ EXPRESSIONS = st.lists(PARTS, max_size=7).map(lambda parts: "{{ " + " ".join(par
 @example(source="{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", messages=[])
 @example(source="{{ messages.__class__.__mro__ }}{{ '%c' % -1 }}", messages=[])
 @example(source="{{ strftime_now('\ud800') }}", messages=[])
-def test_any_template(source: str, messages: list[dict[str, Any]]) -> None:
+def test_any_template_renders_or_raises_a_template_error(
+    source: str, messages: list[dict[str, Any]]
+) -> None:
     outcome(ChatTemplate(source, special_tokens=TOKENS), messages)
 
 
@@ -248,6 +250,7 @@ def test_pieces_join_to_the_decode_of_the_whole(kind: str, ids: list[int]) -> No
 
 @fuzz_detokenizer
 @given(text=st.text(max_size=30))
+@example(text="\u2581")
 # A token of theirs ends the first character and begins the second.
 @example(text="\U000650b6\xd7")
 @example(text="\U000650b6\xd7" * 20)
@@ -258,6 +261,8 @@ def test_any_text_comes_back_with_no_character_broken(
 ) -> None:
     """By the bytes of tokens, and by decodes of a few of them, which other kinds need."""
     one = tokenizer(kind)
+    if kind == "byte_fallback":
+        text = text.replace("\u2581", "")  # it stands for a space there
     steps = steps_of(one, one.encode("the"))
     pieces = [*(steps.step(id_) for id_ in one.encode(text)), steps.flush()]
     space = " " if kind == "byte_fallback" and text else ""

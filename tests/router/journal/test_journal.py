@@ -219,7 +219,7 @@ def gaps(path: Path) -> list[int]:
     return [each["dropped_records"] for each in events]
 
 
-async def test_a_slow_disk_costs_records_and_nothing_else(
+async def test_a_slow_disk_loses_only_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "MAX_WAITING", 10)
@@ -252,7 +252,7 @@ async def test_a_slow_disk_costs_records_and_nothing_else(
         assert outcome.num_tokens > 10
 
 
-async def test_a_full_disk_costs_records_and_nothing_else(
+async def test_a_full_disk_loses_only_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = new_shard()
@@ -440,6 +440,8 @@ changes = st.builds(
     admitted=st.lists(sequences, max_size=3),
     grown_slots=columns,
     grown_blocks=columns,
+    sealed_blocks=columns,
+    sealed_keys=st.lists(st.binary(min_size=32, max_size=32), max_size=3),
 )
 works = st.one_of(
     st.builds(pb.Open).map(lambda work: {"open": work}),
@@ -523,6 +525,9 @@ def test_without_tokens_the_rest_comes_back(
         for each in (kept, sent):
             del each.input_ids[:], each.parameters.bias_ids[:]
             each.ClearField("grammar")
+    for changed, sent_change in zip(_changes(request), _changes(message), strict=True):
+        assert list(changed.sealed_keys) == [bytes(32)] * len(sent_change.sealed_keys)
+        del changed.sealed_keys[:], sent_change.sealed_keys[:]
     assert request.SerializeToString() == message.SerializeToString()
     reply = pb.StepResponse.FromString(redaction.answer(answer))
     names = {field.name for field, _ in reply.ListFields()}
@@ -534,7 +539,11 @@ def test_without_tokens_the_rest_comes_back(
 
 
 def _admitted(message: pb.StepRequest) -> list[pb.Sequence]:
-    return [*message.prefill.change.admitted, *message.decode.change.admitted]
+    return [sequence for change in _changes(message) for sequence in change.admitted]
+
+
+def _changes(message: pb.StepRequest) -> list[pb.BatchChange]:
+    return [message.prefill.change, message.decode.change]
 
 
 def a_file(folder: Path, *, num_requests: int = 3) -> Path:

@@ -5,21 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.frames import JournalUnusable
+from millrace_router.journal.frames import JournalUnusable, read_frames
 from millrace_router.journal.header import Header, header_from_json, header_to_json
 from millrace_router.journal.journal import Journal
-from millrace_router.journal.reader import AdapterChanged, Answered, Failed, Sent, read_events
+from millrace_router.journal.reader import (
+    AdapterChanged,
+    Answered,
+    Failed,
+    ImagePut,
+    Sent,
+    read_epochs,
+    read_events,
+)
 from millrace_router.journal.replay.command import replay
 from millrace_router.journal.replay.comparison import Comparison
 from millrace_router.journal.replay.player import Player, Unanswered, settled, token_at
-from millrace_router.journal.rotation import JournalFolder
+from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_router.journal.writer import JournalWriter
+from millrace_router.request.block_hashes import BlockHashes
+from millrace_router.request.images import PreparedImage
 from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
@@ -32,6 +44,7 @@ from millrace_testing.router.journals import (
     header,
     journal_in,
     new_shard,
+    player_of,
     replayed,
     requests,
 )
@@ -125,7 +138,7 @@ def step_with_tokens(driver: RecordedDriver, *, least: int) -> tuple[int, int]:
     raise AssertionError("no such step")
 
 
-async def test_a_token_that_differs_is_found_where_it_is(tmp_path: Path) -> None:
+async def test_a_different_token_is_reported_at_its_position(tmp_path: Path) -> None:
     driver = record(tmp_path)
     number, slot = step_with_tokens(driver, least=9)
 
@@ -229,8 +242,8 @@ async def test_candidates_of_prompts_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("deterministic", "info"),
-    [(False, {}), (True, {"attention": "another"})],
-    ids=["fast-mode", "other-kernels"],
+    [(False, {}), (True, {"attention": "another"}), (True, {"quantize_activations": "int8"})],
+    ids=["fast-mode", "other-kernels", "other-activations"],
 )
 async def test_where_bits_are_not_promised_only_tokens_count(
     tmp_path: Path, deterministic: bool, info: dict[str, str]
@@ -246,6 +259,14 @@ async def test_shards_that_speculate_otherwise_are_noted() -> None:
     player = Player(cast("StepChannel", ReplayShards(new_shard())), step_seconds=30.0)
     notes = await player.notes(header(new_shard(max_draft_tokens=3)))
     assert notes == ["recorded with max_draft_tokens 3, replayed with 0"]
+
+
+async def test_shards_that_round_otherwise_are_noted() -> None:
+    player = Player(cast("StepChannel", ReplayShards(new_shard())), step_seconds=30.0)
+    recorded = header(new_shard())
+    recorded = replace(recorded, shard=replace(recorded.shard, quantize_activations="int8"))
+    (note,) = await player.notes(recorded)
+    assert note == "recorded with quantize_activations int8, replayed with None"
 
 
 async def test_without_token_ids_the_schedule_is_replayed(tmp_path: Path) -> None:
@@ -287,6 +308,30 @@ async def test_a_failed_epoch_is_replayed_up_to_the_step_that_failed(tmp_path: P
     assert second.failure is None
 
 
+@pytest.mark.parametrize("only", [[1, 2, 3], [2, 3], [3], [1, 3]])
+@pytest.mark.parametrize("keeps_tokens", [True, False])
+async def test_an_epoch_that_began_with_kept_kv_replays_after_the_others_and_alone(
+    tmp_path: Path, only: list[int], keeps_tokens: bool
+) -> None:
+    def cut_twice(driver: RecordedDriver) -> None:
+        driver.cut_with_kept_kv()
+        driver.turn()
+        driver.send()
+        driver.cut_with_kept_kv()
+
+    driver = record(tmp_path, meanwhile=cut_twice, keeps_tokens=keeps_tokens)
+    admitted = [each for step in driver.shard.steps for each in step.prefill.change.admitted]
+    assert any(each.cached_tokens % driver.shard.block_size for each in admitted)
+    shard = new_shard()
+    shard.keeps_kv = True
+    player = player_of(shard)
+    outcomes = [await player.play(one) for one in read_epochs(tmp_path) if one.index in only]
+    assert [outcome.epoch.index for outcome in outcomes] == only
+    assert [outcome.difference for outcome in outcomes] == [None] * len(only)
+    assert all(outcome.num_steps for outcome in outcomes)
+    assert shard.violation is None
+
+
 async def test_a_step_that_fails_in_the_replay_is_a_difference(tmp_path: Path) -> None:
     record(tmp_path)
     shard = Liar(5, lambda _: setattr(shard, "fail_next", "now it burns"))
@@ -313,7 +358,7 @@ async def test_shards_of_another_kind_are_refused(tmp_path: Path, change: str) -
         await replayed(tmp_path, new_shard(), **{change: other})
 
 
-def test_a_comparison_counts_what_was_equal() -> None:
+def test_a_comparison_counts_equal_tokens() -> None:
     comparison = Comparison(is_exact=True)
     comparison.admit(pb.Sequence(slot=3, request_id=9, input_ids=[1, 2]))
     answer = pb.StepResponse(number=1, slots=[3], counts=[2], ids=[5, 6], logprobs=[-1, -2])
@@ -329,9 +374,12 @@ def address(tmp_path: Path) -> str:
     return f"unix:{tmp_path}/shard"
 
 
-async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool = True) -> None:
-    """Record a batcher over a real channel to a fake shard."""
+async def record_over_sockets(
+    address: str, folder: Path, *, keeps_tokens: bool = True, has_kv_store: bool = False
+) -> None:
+    """Record a batcher over a real channel to a fake shard, whose blocks are sealed if it has a KV store."""
     shard = FakeShard()
+    shard.lives = count(1) if has_kv_store else None
     with serve_fake_shard(address, shard):
         shards = StepChannel(ShardGroup([address]))
         info = await shards.group.info()
@@ -420,6 +468,27 @@ def test_the_command_reports_that_nothing_is_compared(
     assert "holds no token ids" in table
 
 
+def test_no_key_of_a_block_is_written_without_tokens_and_replays_go_on(
+    address: str, tmp_path: Path
+) -> None:
+    whole, kept = b"", b""
+    for name, keeps_tokens in (("whole", True), ("kept", False)):
+        folder = tmp_path / name
+        asyncio.run(
+            record_over_sockets(address, folder, keeps_tokens=keeps_tokens, has_kv_store=True)
+        )
+        (file,) = journal_files(folder)
+        with file.open("rb") as stream:
+            whole, kept = kept, b"".join(read_frames(stream))
+        with serve_fake_shard(address, FakeShard()):
+            assert replay([str(folder), f"--shard-addresses={address}"]) == 0
+    for number in range(5):
+        prompt = [number, 7]
+        for key in BlockHashes(4).first(2, prompt, continuation(prompt, 9)):
+            assert key in whole, "the test would not see it"
+            assert key not in kept
+
+
 def test_journals_that_cannot_be_replayed_are_refused(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -486,6 +555,36 @@ def test_a_journal_has_digests_and_no_names(tmp_path: Path) -> None:
     assert len(digests) == 5
     assert all(len(digest) == 64 for digest in digests)
     assert any(event.digest is None for event in found), "no slot was freed"
+
+
+@pytest.mark.parametrize("keeps_tokens", [True, False])
+def test_an_image_has_its_size_and_with_tokens_its_digest(
+    tmp_path: Path, *, keeps_tokens: bool
+) -> None:
+    journal, writer, _ = journal_in(tmp_path, header(new_shard(), keeps_tokens=keeps_tokens))
+    image = PreparedImage(b"d" * 32, 1, 2, 3, 2, 5, 4, bytes(90))
+    journal.sent(pb.StepRequest(epoch=9, open=pb.Open()))
+    journal.answered([pb.StepResponse(epoch=9)])
+    journal.image_put(9, 1, 8, image)
+    writer.close()
+    (put,) = (event for _, event in read_events(tmp_path) if isinstance(event, ImagePut))
+    assert (put.epoch, put.slot, put.first_row, put.num_tiles) == (9, 1, 8, 3)
+    assert (put.height, put.width) == (2, 5)
+    assert put.digest == ((b"d" * 32).hex() if keeps_tokens else None)
+
+
+def test_sequences_that_are_left_out_may_differ() -> None:
+    comparison = Comparison(is_exact=True)
+    comparison.admit(pb.Sequence(slot=1, input_ids=[5]), is_compared=False)
+    comparison.admit(pb.Sequence(slot=2, input_ids=[5]))
+    recorded = pb.StepResponse(slots=[1, 2], counts=[1, 1], ids=[3, 4], logprobs=[0.0, 0.0])
+    replayed = pb.StepResponse(slots=[1, 2], counts=[1, 1], ids=[9, 4], logprobs=[0.5, 0.0])
+    assert comparison.answered(recorded, replayed) is None
+    assert comparison.num_tokens == 1
+    comparison.admit(pb.Sequence(slot=1, input_ids=[5]))
+    difference = comparison.answered(recorded, replayed)
+    assert difference is not None
+    assert difference.slot == 1
 
 
 def test_the_header_has_modules_and_pages() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import processors
 
 from millrace_router.errors import TemplateError
 from millrace_router.pooling.model import LogitScore, PoolingModel, pooling_of
@@ -122,6 +122,24 @@ async def test_score_prompt_equals_qwen3_rerankers_model_card(
     usual = "Given a web search query, retrieve relevant passages that answer the query"
     expected = of_model_card(instruction or usual, "{{ query }}\n<x>", "a document")
     assert around.before + "a document" + around.after == expected
+
+
+@pytest.mark.parametrize("source", [None, CHAT])
+async def test_control_tokens_of_a_scored_pair_are_text(source: str | None) -> None:
+    made = RustTokenizer.from_str(OURS["none"]._rust.to_str())
+    made.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    own = Tokenizer(made)
+    template = ScoreTemplate.of(
+        ChatTemplate(source, special_tokens={}, control_tokens=own.control_tokens)
+    )
+    end = own.id_of("<|im_end|>")
+    for query, document in (("a", "b<|im_end|>"), ("<|im_end|>a", "b"), ("a", "b")):
+        around = await template.around_document(query, None)
+        whole = pair_tokens(own, around, document, None)
+        assert whole.count(end) == 2
+        assert own.decode(whole, skip_special_tokens=False).count(document) >= 1
+        cut = pair_tokens(own, around, document * 9, Truncation(len(whole)))
+        assert (len(cut), cut.count(end)) == (len(whole), 2)
 
 
 async def test_a_template_with_the_roles_of_a_pair_is_the_models_own() -> None:

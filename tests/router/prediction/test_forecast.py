@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.prediction.traffic import AnswerLengths
+from millrace_router.prediction.traffic import AnswerLengths, TrafficStatistics
 from millrace_testing.router.watched_engine import COSTS, WatchedEngine, watched
 
 COST = dict(zip(COEFFICIENTS, COSTS, strict=True))
@@ -108,7 +109,7 @@ def test_more_ahead_never_means_sooner(
 ) -> None:
     model = forecaster(num_blocks=num_blocks, reserve_all=reserve_all)
     for length in lengths:
-        model.finished(num_prompt=100, num_generated=length, max_new_tokens=LIMIT)
+        model.traffic.finished(num_prompt=100, num_generated=length, max_new_tokens=LIMIT)
     predictions = [
         model.predict(
             settled(rows),
@@ -149,7 +150,7 @@ def running(count: int, *, left: int, planned: int = 10, prompt: int = 100) -> l
     ]
 
 
-def test_with_a_free_slot_it_waits_for_the_step_in_flight_only() -> None:
+def test_with_a_free_slot_a_request_waits_only_for_the_step_in_flight() -> None:
     step = 0.0146 + 32 * 0.0004
     for elapsed in (0.0, 0.01, 9.9):
         prediction = forecaster().predict(
@@ -174,7 +175,7 @@ def test_a_full_batch_is_waited_for() -> None:
 def test_of_many_answers_of_unknown_length_one_ends_soon() -> None:
     model, rng = forecaster(), random.Random(1)
     for _ in range(500):
-        model.finished(num_prompt=100, num_generated=exponential(rng), max_new_tokens=LIMIT)
+        model.traffic.finished(num_prompt=100, num_generated=exponential(rng), max_new_tokens=LIMIT)
     prediction = model.predict(
         running(32, left=2000), ahead=(0, 0), num_prompt_tokens=10, max_new_tokens=10
     )
@@ -225,16 +226,17 @@ def test_a_cached_prompt_is_sooner_and_a_latency_target_makes_prompts_later() ->
         return prediction.first_token_seconds
 
     assert first(forecaster(), num_cached=992) < 0.3 * first(forecaster())
-    whole_prompts = forecaster(shortest_first=False)
-    target = forecaster(shortest_first=False, target_inter_token_latency=0.03)
-    assert first(target) > 1.5 * first(whole_prompts)
+    whole_prompts = forecaster(target_inter_token_latency=0.5)
+    target = forecaster(target_inter_token_latency=0.03)
+    assert 1.5 * first(whole_prompts) < first(target)
+    assert first(whole_prompts) < first(forecaster()) < first(target)
 
 
 def test_cached_prompts_of_the_past_make_those_ahead_cheaper() -> None:
     def queue(num_cached: int) -> float:
         model = forecaster()
         for _ in range(300):
-            model.finished(
+            model.traffic.finished(
                 num_prompt=1000, num_generated=10, max_new_tokens=10, num_cached=num_cached
             )
         prediction = model.predict(
@@ -246,7 +248,7 @@ def test_cached_prompts_of_the_past_make_those_ahead_cheaper() -> None:
     assert queue(900) < 0.2 * queue(0)
 
 
-def test_it_learns_how_long_answers_get() -> None:
+def test_the_forecast_learns_the_length_of_answers() -> None:
     def finish(model: Forecaster) -> float:
         prediction = model.predict([], ahead=(0, 0), num_prompt_tokens=100, max_new_tokens=LIMIT)
         assert prediction is not None
@@ -256,9 +258,22 @@ def test_it_learns_how_long_answers_get() -> None:
     before = finish(model)
     rng = random.Random(1)
     for _ in range(500):
-        model.finished(num_prompt=100, num_generated=exponential(rng), max_new_tokens=LIMIT)
+        model.traffic.finished(num_prompt=100, num_generated=exponential(rng), max_new_tokens=LIMIT)
     assert before == pytest.approx(LIMIT * 0.015, rel=0.1)
     assert finish(model) == pytest.approx(80 * 0.015, rel=0.3)
+
+
+def test_statistics_that_continue_in_another_process_forecast_the_same() -> None:
+    traffic = TrafficStatistics()
+    for length, limit in ((10, 20), (20, 20), (7, 50)):
+        traffic.finished(
+            num_prompt=100, num_generated=length, max_new_tokens=limit, num_cached=length
+        )
+    traffic.yielded(30, 10)
+    copy = TrafficStatistics.resumed(json.loads(json.dumps(traffic.learned())))
+    assert copy.learned() == traffic.learned()
+    assert copy.lengths.expected(60) == traffic.lengths.expected(60)
+    assert copy.mean_steps(5) == traffic.mean_steps(5)
 
 
 def test_nothing_is_predicted_without_known_costs() -> None:
@@ -271,7 +286,7 @@ def test_the_queue_drains_entry_by_entry() -> None:
     model = forecaster()
     rng = random.Random(1)
     for _ in range(300):
-        model.finished(num_prompt=100, num_generated=exponential(rng), max_new_tokens=LIMIT)
+        model.traffic.finished(num_prompt=100, num_generated=exponential(rng), max_new_tokens=LIMIT)
     rows = running(32, left=2000)
     predictions = [
         model.predict(
@@ -308,7 +323,7 @@ def test_rows_that_yield_several_tokens_at_once_end_sooner() -> None:
     for tokens_per_row in (1, 2):
         oracle = forecaster()
         for _ in range(500):
-            oracle.yielded(32 * tokens_per_row, 32)
+            oracle.traffic.yielded(32 * tokens_per_row, 32)
         prediction = oracle.predict(
             rows, ahead=(0, 0), num_prompt_tokens=10, max_new_tokens=200, num_cached=0
         )
@@ -436,7 +451,7 @@ def test_limits_that_are_always_met_are_known_lengths() -> None:
     assert median(map(abs, misses)) < 0.12
 
 
-def test_it_works_with_a_cost_model_that_learns_from_noisy_steps(
+def test_the_forecast_works_with_costs_learned_from_noisy_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng, learned, known = random.Random(6), CostModel(), CostModel.fixed(COST)

@@ -104,7 +104,7 @@ def test_a_thought_ends_at_its_tag(start: Start, text: str, thought: str, answer
         assert read(TagSplitter(TAGS["think"], start), pieces) == (thought, answer)
 
 
-def test_a_thought_is_given_out_while_it_is_written() -> None:
+def test_a_thought_is_streamed_while_it_is_written() -> None:
     splitter = TagSplitter(TAGS["think"], Start.OPEN)
     thinks = [splitter.thinks]
     assert splitter.push("I am\n") == ("I am", "")

@@ -212,7 +212,7 @@ def test_a_budget_needs_tags_that_are_tokens() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("form", [THINK, COHERE, GEMMA, CHANNELS], ids=lambda form: form.name)
-def test_whatever_is_allowed_is_split_into_a_short_thought_and_a_right_answer(
+def test_any_allowed_text_splits_into_a_short_thought_and_a_right_answer(
     form: ReasoningFormat, seed: int
 ) -> None:
     rng = random.Random(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -15,10 +16,10 @@ from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.recovery import epochs
 from millrace_router.recovery.epochs import EpochManager, GroupRestart, Interrupt
-from millrace_router.recovery.hang_detector import SLOWEST, StepTimer
+from millrace_router.recovery.hang_detector import SLOWEST, HangDetector, OldestStep, StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.shard_status import NUM_REMEMBERED, Outage, ShardStatus
-from millrace_router.shards.errors import ShardLost
+from millrace_router.shards.errors import ShardError, ShardHung, ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
@@ -53,6 +54,24 @@ async def test_each_reason_of_an_outage_is_logged_once(monkeypatch: pytest.Monke
     logged = [line["error"] for line in lines if line["event"].startswith("cannot open a stream")]
     assert len(failed) == 6
     assert logged == ["rank 0 does not listen", "rank 1 does not listen"]
+
+
+async def test_shards_that_stay_out_of_reach_are_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "REOPEN_SECONDS", 0.0)
+    channel, launcher = AbsentShards(3), Launcher()
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=9)
+    manager = EpochManager(
+        channel,
+        launcher,
+        ShardStatus(1.0),
+        CostModel(),
+        metrics,
+        oldest=lambda: None,
+        step_seconds=-1.0,
+    )
+    await manager.open(lambda _: None)
+    await channel.close()
+    assert launcher.asked == [f"rank {number % 2} does not listen" for number in range(3)]
 
 
 class Launcher(LauncherChannel):
@@ -193,7 +212,7 @@ def outage(status: ShardStatus, clock: Clock, begin: float, end: float, *reasons
     assert status.end_outage() == end - begin
 
 
-def test_outages_are_cut_to_the_time_that_is_asked_for() -> None:
+def test_outages_are_cut_to_the_requested_time() -> None:
     clock = Clock()
     status = ShardStatus(clock=clock)
     outage(status, clock, 1.0, 3.0, "lost", "cannot connect")
@@ -215,7 +234,7 @@ def test_an_outage_that_lasts_counts_up_to_the_end() -> None:
     assert status.outages_between(0.0, 4.0) == [Outage(2.0, 4.0, "lost")]
 
 
-def test_only_so_many_are_remembered() -> None:
+def test_the_number_of_remembered_outages_is_bounded() -> None:
     clock = Clock()
     status = ShardStatus(clock=clock)
     for number in range(NUM_REMEMBERED + 2):
@@ -245,6 +264,87 @@ def test_a_step_that_is_predicted_to_be_long_gets_a_multiple_of_that() -> None:
     assert timer.limit_seconds(LOAD) == pytest.approx(SLOWEST * 2.0)
     expected = SLOWEST * 2.0 / timer.tick_seconds
     assert ticks_until_hung(timer, object()) == pytest.approx(expected, abs=3)
+
+
+def test_limits_grow_with_tokens_before_the_first_prediction() -> None:
+    timer = StepTimer(30.0, CostModel())
+    loads = [StepLoad(prefill_tokens=tokens) for tokens in (1, 256, 4096)]
+    assert [timer.limit_seconds(load) for load in loads] == [30.0, 30.0, 480.0]
+
+
+def test_a_step_that_goes_on_never_hangs() -> None:
+    timer, step = StepTimer(30.0, CostModel()), object()
+    for pulse in range(10_000):
+        assert not timer.is_hung(step, LOAD, timer.tick_seconds)
+        timer.felt(step, pulse)
+
+
+@pytest.mark.parametrize("num_pulses", [0, 1, 100])
+def test_a_step_that_stops_in_mid_layer_is_found_as_fast_as_one_that_never_began(
+    num_pulses: int,
+) -> None:
+    timer, step = StepTimer(30.0, CostModel()), object()
+    timer.is_hung(step, LOAD, timer.tick_seconds)
+    for pulse in range(num_pulses):
+        timer.felt(step, pulse)
+    num_ticks = 0
+    while not timer.is_hung(step, LOAD, timer.tick_seconds):
+        num_ticks += 1
+        timer.felt(step, num_pulses)
+    assert num_ticks == pytest.approx(30 / timer.tick_seconds, abs=3)
+
+
+def test_a_sign_of_life_from_an_earlier_step_does_not_count() -> None:
+    timer, earlier, step = StepTimer(30.0, CostModel()), object(), object()
+    timer.is_hung(earlier, LOAD, timer.tick_seconds)
+    timer.felt(earlier, 1)
+    timer.is_hung(step, LOAD, timer.tick_seconds)
+    for _ in range(60):
+        assert not timer.is_hung(step, LOAD, timer.tick_seconds)
+        timer.felt(earlier, 2)
+        timer.felt(step, 3)
+    assert timer.is_hung(step, LOAD, timer.tick_seconds)
+
+
+async def reports_of_silent_shards(error: ShardError) -> list[ShardError]:
+    """What the detector reports while a step lasts and the shards answer with `error`."""
+    step, reports, was_asked = OldestStep(7, object(), LOAD), list[ShardError](), asyncio.Event()
+    timer = StepTimer(0.01, CostModel())
+
+    async def pulse() -> int:
+        while not timer.is_silent(step.step):
+            await asyncio.sleep(0)
+        was_asked.set()
+        raise error
+
+    detector = HangDetector(
+        timer,
+        oldest=lambda: step,
+        is_idle=lambda: False,
+        pulse=pulse,
+        report=reports.append,
+    )
+    watching = asyncio.create_task(detector.run())
+    await was_asked.wait()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    return reports
+
+
+async def test_shards_that_are_silent_during_a_step_hang_and_lost_ones_are_left_to_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StepTimer, "limit_seconds", lambda self, load: math.inf)
+    silent = ShardHung("a shard does not answer")
+    assert await reports_of_silent_shards(silent) == [silent]
+    assert await reports_of_silent_shards(ShardLost("it is gone")) == []
+
+
+def test_a_router_that_was_stopped_during_a_call_does_not_take_that_for_silence() -> None:
+    timer, step = StepTimer(30.0, CostModel()), object()
+    for seconds in (0.5, 3600.0, 0.5):
+        timer.is_hung(step, LOAD, seconds)
+    assert not timer.is_silent(step)
 
 
 def test_every_step_has_its_own_time() -> None:

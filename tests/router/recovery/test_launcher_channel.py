@@ -50,18 +50,24 @@ async def test_the_channel_carries_messages_both_ways(line: Line) -> None:
     launcher, channel, heard = line.launcher, line.channel, line.heard
     assert channel._socket is not None
     running = asyncio.create_task(channel.run())
+    waiting = asyncio.create_task(channel.shards_ready())
     channel.listening()
     channel.report_progress()
     channel.restart_shards("hung")
     channel.report_suspects(7)
+    await asyncio.sleep(0)
+    assert not waiting.done()
     launcher.sendall(
+        b'{"event": "ready", "life": 3}\n{"event": "ready", "life": null}\n{"event": "ready"}\n'
         b'{"event": "restarting", "planned": true, "reason": "a"}\n'
         b'{"event": "restarting", "planned": false, "reason": "b"}\n'
         b'{"event": "gave_up", "reason": "c"}\n'
     )
     launcher.shutdown(socket.SHUT_WR)
     await running
+    await waiting
     assert heard == [(True, "a"), (False, "b"), ("c",)]
+    assert channel.life == 3
     with launcher.makefile("r") as lines:
         assert [json.loads(said) for said in lines] == [
             {"event": "listening"},
@@ -72,10 +78,11 @@ async def test_the_channel_carries_messages_both_ways(line: Line) -> None:
     channel.report_progress()
 
 
-async def test_without_a_launcher_what_is_said_is_dropped() -> None:
+async def test_without_a_launcher_messages_are_dropped() -> None:
     channel = LauncherChannel(None)
     assert channel._socket is None
     await channel.run()
+    await channel.shards_ready()
     channel.report_progress()
     channel.restart_shards("r")
     channel.report_suspects(1)

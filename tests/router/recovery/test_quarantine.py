@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from millrace_proto.sampling import Sampling, SequenceRules
 from millrace_router.recovery.poison_search import PoisonSearch
 from millrace_router.recovery.quarantine import REFUSED_SECONDS, Quarantine
+from millrace_router.request.continuation import Choice
 from millrace_router.request.request import (
     Grammar,
     GrammarKind,
@@ -28,6 +29,7 @@ from millrace_router.request.request import (
 )
 from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.router.edge import serving
+from millrace_testing.shards.fake_images import image_of, request_with
 
 
 def positions(members: list[int]) -> dict[int, int]:
@@ -57,7 +59,9 @@ def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.data())
-def test_only_the_poison_request_is_found_within_the_bound(count: int, data: st.DataObject) -> None:
+def test_only_the_poison_request_is_detected_within_the_bound(
+    count: int, data: st.DataObject
+) -> None:
     culprit = data.draw(st.integers(0, count - 1))
     detected, num_failures = search(list(range(count)), {culprit})
     assert detected == [culprit]
@@ -66,14 +70,16 @@ def test_only_the_poison_request_is_found_within_the_bound(count: int, data: st.
 
 @settings(deadline=None)
 @given(st.integers(2, 40), st.data())
-def test_several_are_found_one_after_the_other(count: int, data: st.DataObject) -> None:
+def test_several_poison_requests_are_detected_one_after_the_other(
+    count: int, data: st.DataObject
+) -> None:
     poison = data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=5))
     detected, num_failures = search(list(range(count)), poison)
     assert set(detected) == poison
     assert num_failures <= len(poison) * (2 * math.log2(count) + 2)
 
 
-def test_a_failure_that_does_not_come_again_clears_everybody() -> None:
+def test_a_failure_that_does_not_come_again_clears_every_suspect() -> None:
     suspects: PoisonSearch = PoisonSearch()
     assert suspects.fail(positions([1, 2, 3])) is None
     assert suspects.group == {1, 2, 3}
@@ -90,7 +96,7 @@ def test_a_single_suspect_is_poison_after_a_second_failure_only() -> None:
     assert not suspects
 
 
-def test_the_last_suspect_runs_alone_before_it_counts_as_poison() -> None:
+def test_the_last_suspect_runs_by_itself_before_it_counts_as_poison() -> None:
     suspects: PoisonSearch = PoisonSearch()
     suspects.fail({1: 5, 2: 5})
     suspects.computed(1, 5)
@@ -214,7 +220,7 @@ def test_a_crowd_that_is_too_large_ends(count: int, data: st.DataObject) -> None
 
 @settings(deadline=None)
 @given(st.integers(3, 40), st.data())
-def test_a_culprit_in_a_crowd_that_breaks_by_itself_is_found_all_the_same(
+def test_a_poison_request_is_detected_in_a_crowd_that_also_breaks_without_it(
     count: int, data: st.DataObject
 ) -> None:
     culprit = data.draw(st.integers(0, count - 1))
@@ -257,7 +263,7 @@ def test_requests_that_fail_again_after_a_search_run_separately_to_the_end() -> 
     assert not suspects
 
 
-def test_a_kill_while_requests_run_separately_costs_nothing() -> None:
+def test_a_kill_while_requests_run_separately_blames_no_request() -> None:
     suspects = separated([1, 2])
     assert suspects.group == {1}
     for position in (50, 60):
@@ -268,7 +274,7 @@ def test_a_kill_while_requests_run_separately_costs_nothing() -> None:
     assert not suspects, "what breaks them is known now"
 
 
-def test_a_found_poison_request_clears_the_record_of_searched_requests() -> None:
+def test_a_detected_poison_request_clears_the_record_of_searched_requests() -> None:
     suspects: PoisonSearch = PoisonSearch()
     for _ in range(2):
         suspects.fail(positions([1, 2, 3, 4]))
@@ -304,6 +310,7 @@ POISON = ValidRequest(
 )
 OTHER_VALUES: dict[str, Any] = {
     "pooling": Pooling(),
+    "images": request_with([image_of("secret")], 1).images,
     "input_ids": (70001, 70002, 70004),
     "max_new_tokens": 21,
     "sampling": replace(SAMPLED, top_k=3),
@@ -354,17 +361,24 @@ def test_no_request_is_refused_at_first() -> None:
     assert not Quarantine().refuses(POISON)
 
 
-def test_the_same_request_is_refused_on_whatever_terms() -> None:
+def test_the_same_request_is_refused_with_any_scheduling() -> None:
     again = replace(
         POISON, scheduling=SchedulingParameters(priority=3, tenant="b", max_queue_seconds=1.0)
     )
     assert holding().refuses(again)
 
 
+def test_a_request_whose_tokens_are_recorded_is_refused_like_another() -> None:
+    recorded = replace(POISON, choice=cast("Choice", object()))
+    assert holding(recorded).refuses(POISON)
+    assert holding(POISON).refuses(recorded)
+
+
 @pytest.mark.parametrize(
-    "name", [field.name for field in fields(ValidRequest) if field.name != "scheduling"]
+    "name",
+    [one.name for one in fields(ValidRequest) if one.compare and one.name != "scheduling"],
 )
-def test_a_request_that_differs_in_anything_is_not(name: str) -> None:
+def test_a_request_that_differs_in_any_field_is_not_refused(name: str) -> None:
     assert not holding().refuses(replace(POISON, **{name: OTHER_VALUES[name]}))
 
 
@@ -377,7 +391,7 @@ def test_the_version_of_an_adapter_counts_and_its_name_does_not() -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Sampling) if field.name != "seed"])
-def test_a_request_that_is_sampled_in_another_way_is_not(name: str) -> None:
+def test_a_request_that_is_sampled_in_another_way_is_not_refused(name: str) -> None:
     sampling = replace(SAMPLED, **{name: OTHER_SAMPLING[name]})
     assert not holding().refuses(replace(POISON, sampling=sampling))
 
@@ -402,7 +416,7 @@ def test_seed_zero_is_a_seed() -> None:
     assert not quarantine.refuses(POISON)
 
 
-def test_after_ten_minutes_it_may_try_again() -> None:
+def test_a_poison_request_may_try_again_after_ten_minutes() -> None:
     now = 1000.0
     quarantine = Quarantine(clock=lambda: now)
     quarantine.add(POISON, num_generated=0, reason="lost")
@@ -413,7 +427,7 @@ def test_after_ten_minutes_it_may_try_again() -> None:
     assert len(quarantine.to_json()) == 1
 
 
-def test_the_oldest_go() -> None:
+def test_a_full_quarantine_drops_the_oldest_requests() -> None:
     quarantine = Quarantine(capacity=2)
     requests = [replace(POISON, max_new_tokens=count) for count in (1, 2, 3)]
     for request in requests:
@@ -421,6 +435,29 @@ def test_the_oldest_go() -> None:
     assert [quarantine.refuses(request) for request in requests] == [False, True, True]
     kept: Any = quarantine.to_json()
     assert [record["parameters"]["max_new_tokens"] for record in kept] == [3, 2]
+
+
+def test_another_process_with_the_records_refuses_the_same_requests() -> None:
+    now = 1000.0
+    old, new = Quarantine(clock=lambda: now), Quarantine(clock=lambda: now, capacity=2)
+    num_added = 0
+
+    def count() -> None:
+        nonlocal num_added
+        num_added += 1
+
+    old.on_added = count
+    requests = [replace(POISON, max_new_tokens=tokens) for tokens in (1, 2, 3)]
+    for request in requests:
+        old.add(request, num_generated=0, reason="lost")
+    new.resume(orjson.loads(orjson.dumps(old.learned())))
+    # A function of another process.
+    again = replace(requests[-1], answer_text=lambda: str.upper)
+    assert (num_added, new.refuses(again)) == (3, True)
+    assert new.to_json() == old.to_json()[:2]
+    assert not new.refuses(requests[0])
+    now += REFUSED_SECONDS
+    assert not new.refuses(again)
 
 
 async def test_the_route_shows_no_text_and_no_ids() -> None:

@@ -131,7 +131,7 @@ async def test_poison_requests_are_quarantined_and_the_others_get_their_tokens(
     assert shard.blocks_in_use == 0
 
 
-async def test_poison_that_works_after_a_while_is_found_too() -> None:
+async def test_poison_that_acts_only_after_some_tokens_is_detected() -> None:
     """It fails as a decode first, and then as a part of the prompt."""
     shard = FakeShard(num_blocks=256)
     expected = continuation([1, 2], 20)
@@ -160,7 +160,7 @@ class CrowdedShard(FakeShard):
 
 
 @pytest.mark.parametrize("most_rows", [1, 3])
-async def test_a_fault_that_takes_several_ends_and_costs_no_token(most_rows: int) -> None:
+async def test_a_fault_that_needs_several_requests_ends_and_loses_no_token(most_rows: int) -> None:
     shard = CrowdedShard(num_blocks=256)
     shard.most_rows = most_rows
     prompts = [[i, i + 1] for i in range(8)]
@@ -180,7 +180,7 @@ def is_recovering(batcher: Batcher) -> bool:
     return batcher._epochs.status.since is not None
 
 
-async def test_a_lost_epoch_costs_no_token_and_waiting_requests_keep_waiting() -> None:
+async def test_a_lost_epoch_loses_no_token_and_waiting_requests_keep_waiting() -> None:
     shard = FakeShard(num_blocks=256)
     shards = DyingShards(shard)
     async with serving(shards, shard, max_batch_size=2) as (batcher, launcher):
@@ -217,6 +217,45 @@ async def test_a_step_that_hangs_has_the_shards_restarted(monkeypatch: pytest.Mo
     assert "does not end" in restart
 
 
+class SlowShards(DirectShards):
+    """Each step lasts until the router has asked for a sign of life `NUM_PULSES` times."""
+
+    NUM_PULSES = 50
+
+    def __init__(self, shard: FakeShard) -> None:
+        super().__init__(shard)
+        self.num_pulses = 0
+        self.asked = asyncio.Event()
+
+    async def pulse(self) -> int:
+        self.num_pulses += 1
+        self.asked.set()
+        return self.num_pulses
+
+    async def receive(self) -> StepResult:
+        until = self.num_pulses + self.NUM_PULSES
+        while self.num_pulses < until:
+            self.asked.clear()
+            await self.asked.wait()
+        return await super().receive()
+
+
+async def test_a_shard_slowed_to_a_hundredth_serves_a_long_prompt_without_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hang_detector, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(hang_detector, "HEARTBEAT_SECONDS", 0.0)
+    # Some ticks, of which each step takes about 50.
+    monkeypatch.setattr(StepTimer, "limit_seconds", lambda self, load: 0.01)
+    shard = FakeShard(num_blocks=256)
+    shards = SlowShards(shard)
+    prompt = [number % 50 for number in range(300)]
+    async with serving(shards, shard, max_batch_prefill_tokens=100) as (batcher, launcher):
+        assert ids_of(await collect(batcher.submit(request(prompt, 2)))) == continuation(prompt, 2)
+    assert shards.num_pulses >= 4 * shards.NUM_PULSES
+    assert launcher.said == ["progress"]
+
+
 async def test_shards_that_are_lost_while_idle_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_detector, "TICK_SECONDS", 0.001)
     monkeypatch.setattr(hang_detector, "HEARTBEAT_SECONDS", 0.0)
@@ -250,7 +289,7 @@ async def test_requests_fail_when_the_shards_do_not_come_back() -> None:
         assert ids_of(await collect(batcher.submit(request([2], 2)))) == continuation([2], 2)
 
 
-async def test_when_the_launcher_gives_up_everybody_hears_of_it() -> None:
+async def test_when_the_launcher_gives_up_every_client_gets_an_error() -> None:
     shard = FakeShard()
     shards = DyingShards(shard)
     async with serving(shards, shard, max_batch_size=1) as (batcher, launcher):
@@ -331,7 +370,7 @@ def test_a_failure_begins_the_count_of_successes_anew() -> None:
 
 
 @given(st.integers(1, 10_000), st.integers(1, 512), st.integers(1, 128))
-def test_it_ends_with_one_row_and_one_block_and_finds_back(
+def test_the_backoff_ends_with_one_row_and_one_block_and_recovers(
     prefill: int, rows: int, block_size: int
 ) -> None:
     one = backoff(prefill, rows, block_size)

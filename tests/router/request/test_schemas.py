@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
 from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
+from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.errors import ValidationError
 from millrace_router.request.grammar import (
@@ -45,7 +46,7 @@ def test_a_grammar_is_read_closed() -> None:
 
 
 @pytest.mark.parametrize("word", [True, {}, {"type": "integer"}, False])
-def test_a_word_on_others_counts(word: object) -> None:
+def test_a_schema_that_states_additional_properties_stays_as_it_is(word: object) -> None:
     schema = {**A, "additionalProperties": word}
     assert with_closed_objects(schema) == schema
 
@@ -66,7 +67,7 @@ def test_a_word_on_others_counts(word: object) -> None:
         {"enum": [{"properties": {}}]},
     ],
 )
-def test_these_stay_as_they_are(schema: dict[str, Any]) -> None:
+def test_schemas_that_cannot_be_closed_stay_as_they_are(schema: dict[str, Any]) -> None:
     assert with_closed_objects(schema) == schema
 
 
@@ -178,7 +179,9 @@ def test_properties_make_an_object() -> None:
         ),
     ],
 )
-def test_nested_properties_do_too(given_: dict[str, object], meant: dict[str, object]) -> None:
+def test_nested_properties_make_an_object_too(
+    given_: dict[str, object], meant: dict[str, object]
+) -> None:
     assert with_implied_types(given_) == {"type": "object", "properties": meant}
 
 
@@ -194,7 +197,7 @@ def test_one_of_several_objects_gets_object_types() -> None:
 
 
 @pytest.mark.parametrize("other", [{"type": "null"}, {"$ref": "#"}, True, {"enum": [{}]}])
-def test_one_of_objects_and_others_means_what_it_says(other: object) -> None:
+def test_one_of_an_object_and_another_type_stays_as_it_is(other: object) -> None:
     """Null has every property that is asked of objects alone: it matches both, and so not one."""
     schema = {"oneOf": [NAME, other]}
     assert with_implied_types(schema) == schema
@@ -237,7 +240,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["properties", "items", "anyOf", "$defs"]), json_values))
-def test_it_changes_nothing_twice(schema: dict[str, object]) -> None:
+def test_implying_types_twice_changes_nothing_more(schema: dict[str, object]) -> None:
     once = with_implied_types(schema)
     assert with_implied_types(once) == once
 
@@ -479,3 +482,76 @@ def test_a_grammar_has_a_greatest_number_of_parts(grammar_of: Any) -> None:
     assert native(grammar_of(MAX_PARTS)).source
     with pytest.raises(ValidationError, match=r"at most 20000 pairs of brackets\. Given: 20001"):
         native(grammar_of(MAX_PARTS + 1))
+
+
+CAT = {
+    "type": "object",
+    "properties": {"kind": {"const": "cat", "default": "cat"}, "lives": {"type": "integer"}},
+}
+DOG = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["dog"], "default": "dog"}, "tricks": {"type": "array"}},
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [CAT, DOG]},
+        {"oneOf": [CAT, DOG, {"not": {}}, False]},
+        {"oneOf": [CAT, {"type": "null"}, DOG]},
+        {
+            "$defs": {"Cat": CAT, "Dog": DOG},
+            "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+            "discriminator": {"propertyName": "kind"},
+        },
+    ],
+)
+def test_the_constant_that_distinguishes_options_becomes_required(schema: dict[str, Any]) -> None:
+    closed = with_closed_objects(with_implied_types(schema))
+    options = list(closed["$defs"].values() if "$defs" in closed else closed["oneOf"])
+    objects = [one for one in options if one and "properties" in one]
+    assert [one["required"] for one in objects] == [["kind"], ["kind"]]
+    assert [one["additionalProperties"] for one in objects] == [False, False]
+
+
+def test_options_without_a_constant_of_their_own_stay_as_they_are() -> None:
+    schema = {"oneOf": [CAT, {"properties": {"kind": {"const": "cat"}}}]}
+    assert with_closed_objects(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("form", "meaning"),
+    [
+        ({"type": "json_object", "schema": SCHEMA}, OF_SCHEMA),
+        ({"type": "json", "schema": TEXT}, OF_SCHEMA),
+        ({"type": "json_schema", "schema": SCHEMA}, OF_SCHEMA),
+    ],
+)
+def test_schemas_in_places_of_other_servers_are_read(form: Any, meaning: Grammar) -> None:
+    assert openai(form) == meaning
+    if form["type"] != "json_schema":
+        assert native(form) == meaning
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"name": "x", "$ref": "#", "strict": True}},
+        {"type": "json_schema", "value": SCHEMA},
+        {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_object", "value": SCHEMA, "schema": SCHEMA},
+        {"type": "text", "schema": SCHEMA},
+        {"type": "text", "json_schema": {"schema": SCHEMA}},
+        {"type": "regex", "value": "a", "schema": SCHEMA},
+        {"type": "lark", "value": "a", "json_schema": SCHEMA},
+    ],
+)
+def test_schemas_that_would_be_lost_are_refused(form: Any) -> None:
+    with pytest.raises(ShapeError, match="schema"):
+        openai(form)
+    with pytest.raises(ShapeError):
+        GenerateParameters.model_validate({"response_format": form})
+    with pytest.raises(ShapeError):
+        ResponsesRequest.model_validate({"input": "a", "text": {"format": form}})

@@ -60,7 +60,7 @@ def test_a_hit_covers_at_most_the_full_blocks_before_the_last_token(length: int)
     assert first_rows(driver)[1].num_cached == (length - 1) // SIZE * SIZE
 
 
-def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation() -> None:
+def test_the_next_turn_of_a_conversation_hits_generated_tokens() -> None:
     driver = new_driver()
     first = submit(driver, range(6), new=12)
     driver.run()
@@ -82,7 +82,7 @@ def test_without_a_cache_nothing_is_shared() -> None:
     assert driver.planner.blocks.num_cached == 0
 
 
-def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole_and_may_be_shared_later() -> None:
+def test_a_prompt_with_logprobs_is_computed_whole_and_may_be_shared_later() -> None:
     driver = new_driver()
     submit(driver, range(20))
     driver.run()
@@ -115,7 +115,7 @@ def test_a_request_goes_on_when_the_one_that_computes_its_prompt_leaves() -> Non
     assert second.finished is not None
 
 
-def test_of_a_prompt_that_is_cancelled_only_what_was_computed_stays() -> None:
+def test_a_cancelled_prompt_leaves_only_its_computed_blocks() -> None:
     driver = new_driver(prefill=8)
     client = submit(driver, range(40))
     driver.send()
@@ -313,7 +313,7 @@ def test_a_tenant_who_comes_late_gets_half_of_the_slots() -> None:
     assert max(one.num_preemptions for one in large) <= BUDGETS.max_preemptions
 
 
-def test_slots_are_not_shared_unless_that_is_asked_for() -> None:
+def test_slots_are_not_shared_among_tenants_by_default() -> None:
     run = Run(BUDGETS, TenantQueue(quantum=8), num_blocks=200)
     for i in range(4):
         run.waiting.append(entry(i, 4, 50, "large"))

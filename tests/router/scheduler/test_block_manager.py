@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace_router.request.block_hashes import child_key, root_key
+from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.prefix_cache import CachedBlock, PrefixCache
 from millrace_testing.schedules.driver import check_blocks
@@ -41,12 +42,14 @@ class Held:
 
 
 class BlockTableMachine(RuleBasedStateMachine):
-    """Admissions with hits, growth, computing, failing and releases in any order."""
+    """Admissions with hits, growth, computing, failing, parking and releases in any order."""
 
     @initialize(caching=st.booleans())
     def begin(self, caching: bool) -> None:
         self.table = BlockManager(NUM_BLOCKS + 1, SIZE, PrefixCache() if caching else None)
         self.held: dict[int, Held] = {}
+        self.parked: dict[int, tuple[Held, int]] = {}
+        """What each request keeps, and its computed positions."""
         self.content: dict[int, bytes] = {}
         """Key of what was last computed in a block."""
         self.slot = 0
@@ -99,7 +102,7 @@ class BlockTableMachine(RuleBasedStateMachine):
         for key, block in zip(held.keys[: held.num_computed], held.blocks, strict=False):
             assert self.content.setdefault(block, key) == key
         self.table.enter(slot, held.keys[: held.num_computed])
-        rivals = [h for h in self.held.values() if h is not held and h.keys[:1] == held.keys[:1]]
+        rivals = [h for h in self.holders() if h is not held and h.keys[:1] == held.keys[:1]]
         if self.table.cache is not None and not rivals and not held.is_forgotten:
             assert len(self.table.find(held.keys)) >= held.num_computed
 
@@ -109,12 +112,73 @@ class BlockTableMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.held)))
         if fails:
             self.table.forget(slot)
-            for held in self.held.values():
+            for held in self.holders():
                 held.is_forgotten |= not set(held.blocks).isdisjoint(self.held[slot].blocks)
         available, releasable = self.table.num_available, self.table.num_releasable(slot)
         self.table.release(slot)
         assert self.table.num_available == available + releasable
         del self.held[slot]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        slots = [slot for slot, held in self.held.items() if held.num_computed] or list(self.held)
+        slot = data.draw(st.sampled_from(slots))
+        held = self.held.pop(slot)
+        most = min(len(held.blocks), held.num_computed + 1) * SIZE
+        positions = data.draw(st.integers(0, most))
+        others = {block for each in self.holders() for block in each.blocks}
+        self.table.park(slot, SchedulableRequest(request_id=slot), slot, positions)
+        parked = self.table.parked(slot)
+        if parked is None:
+            assert positions < SIZE
+            return
+        num_blocks = -(-parked.num_positions // SIZE)
+        assert parked.blocks == held.blocks[:num_blocks]
+        if parked.num_positions < positions:
+            assert parked.num_positions == positions // SIZE * SIZE
+            cached = [] if self.table.cache is None else self.table.cache._blocks.values()
+            shared = {each.block for each in cached} | others
+            assert held.blocks[num_blocks] in shared or held.is_forgotten
+        held.blocks, held.num_computed = list(parked.blocks), parked.num_positions // SIZE
+        self.parked[slot] = held, parked.num_positions
+
+    @precondition(lambda self: self.parked)
+    @rule(data=st.data(), more=st.integers(0, 40))
+    def unpark(self, data: st.DataObject, more: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.parked)))
+        held, positions = self.parked[number]
+        parked = self.table.parked(number)
+        assert parked is not None
+        assert (parked.blocks, parked.num_positions) == (held.blocks, positions)
+        num_tokens = max(positions, SIZE * len(held.keys)) + 1 + more
+        missing = -(-num_tokens // SIZE) - len(held.blocks) - self.table.num_available
+        assert self.table.shortage(num_tokens, num_held=len(held.blocks)) == missing
+        self.slot += 1
+        if missing > 0:
+            with pytest.raises(ValueError, match="cannot promise"):
+                self.table.unpark(self.slot, parked, num_tokens, keys=held.keys)
+            return
+        del self.parked[number]
+        assert self.table.unpark(self.slot, parked, num_tokens, keys=held.keys) == held.blocks
+        held.num_tokens = num_tokens
+        self.held[self.slot] = held
+
+    @precondition(lambda self: self.parked)
+    @rule(data=st.data(), is_junior=st.booleans())
+    def free_parked(self, data: st.DataObject, *, is_junior: bool) -> None:
+        if is_junior:
+            number = max(self.parked)
+            assert self.table.free_junior_parked()
+        else:
+            number = data.draw(st.sampled_from(sorted(self.parked)))
+            self.table.free_parked(lambda request: request.request_id == number)
+        del self.parked[number]
+        assert self.table.parked(number) is None
+        assert self.table.has_parked == bool(self.parked)
+
+    def holders(self) -> list[Held]:
+        return [*self.held.values(), *(held for held, _ in self.parked.values())]
 
     @invariant()
     def everything_is_in_one_place(self) -> None:
@@ -122,9 +186,10 @@ class BlockTableMachine(RuleBasedStateMachine):
             return
         check_blocks(self.table)
         table = self.table
-        assert table.num_free + table.num_cached + table.num_owned == NUM_BLOCKS
-        for slot, held in self.held.items():
-            others = {b for other, h in self.held.items() if other != slot for b in h.blocks}
+        counts = table.num_free, table.num_cached, table.num_owned, table.num_parked
+        assert sum(counts) == NUM_BLOCKS
+        for held in self.holders():
+            others = {b for other in self.holders() if other is not held for b in other.blocks}
             written = held.blocks[held.num_computed :]
             assert not set(written) & others, (
                 "a block that is written is also held by another sequence"
@@ -152,7 +217,7 @@ def test_a_slot_is_admitted_once() -> None:
         table.admit(0, 8)
 
 
-def test_growth_beyond_the_promise_takes_what_is_left_and_no_more() -> None:
+def test_growth_beyond_the_promise_takes_no_block_promised_to_others() -> None:
     table = BlockManager(6, SIZE)
     table.admit(0, 8)
     table.admit(1, 8)
@@ -247,7 +312,7 @@ def blocks_of(cache: PrefixCache, keys: Sequence[bytes]) -> list[int]:
     return [block.block for block in cache.find(keys)]
 
 
-def test_the_longest_known_beginning_is_found() -> None:
+def test_a_lookup_yields_the_longest_known_beginning() -> None:
     cache = PrefixCache()
     enter(cache, KEYS, 1)
     assert blocks_of(cache, [*KEYS, b"more"]) == [1, 2, 3]
@@ -296,7 +361,7 @@ def test_of_two_equal_blocks_the_one_that_is_held_stays() -> None:
     assert cache.give_up(KEYS[0]) is None
 
 
-def test_an_idle_block_can_be_given_up() -> None:
+def test_an_idle_block_can_be_released() -> None:
     cache = PrefixCache()
     cache.unpin(enter(cache, KEYS[:1], 1))
     assert cache.give_up(KEYS[0]) == 1
@@ -319,7 +384,7 @@ def test_a_forgotten_block_is_not_found_and_is_free_once_no_sequence_holds_it() 
     assert cache.unpin(again) == []
 
 
-def test_a_key_is_expected_until_everybody_who_would_compute_it_is_gone() -> None:
+def test_a_key_is_expected_until_every_request_that_would_compute_it_left() -> None:
     cache = PrefixCache()
     cache.expect(KEYS)
     cache.expect(KEYS[:1])

@@ -73,14 +73,14 @@ class TestAllocator:
         assert cached == 2, "TGI: 4, less the token it computes again in a shared block"
         assert again[0] == blocks[0]
 
-    def test_not_aligned(self) -> None:
+    def test_a_prompt_that_is_not_aligned_is_shared_up_to_its_last_whole_block(self) -> None:
         allocator = Allocator(2, 12)
         slot, blocks, cached = allocator.must(7, [0, 1, 2])
         assert (len(blocks), cached) == (4, 0)
         allocator.free(slot)
         assert allocator.must(7, [0, 1, 2])[2] == 2
 
-    def test_freed_blocks_are_found_again(self) -> None:
+    def test_freed_blocks_are_reused_by_an_equal_prompt(self) -> None:
         allocator = Allocator(1, 12)
         slot, blocks, _ = allocator.must(8, [0, 1, 2, 3])
         allocator.free(slot)
@@ -96,7 +96,7 @@ class TestAllocator:
         _, blocks, cached = allocator.must(4, [6, 7, 8, 9])
         assert (sorted(blocks), cached) == (sorted(a_blocks), 0)
 
-    def test_equal_prompts_share_only_what_is_computed(self) -> None:
+    def test_equal_prompts_share_only_computed_blocks(self) -> None:
         allocator = Allocator(1, 10)
         first, _, _ = allocator.must(4, [0, 1, 2, 3])
         second, _, cached = allocator.must(4, [0, 1, 2, 3])

@@ -132,7 +132,7 @@ def test_there_are_no_draft_tokens_before_costs_are_known() -> None:
     assert FixedDraftLength(MOST).lengths(rows, load_of(rows)) == [MOST]
 
 
-def test_new_rows_begin_with_what_became_of_others() -> None:
+def test_new_rows_begin_with_the_acceptance_of_others() -> None:
     policy = AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST)
     old, new = Acceptance(), Acceptance()
     for _ in range(300):
@@ -276,7 +276,7 @@ def test_verification_in_the_next_step_is_a_cost_of_draft_tokens(
 
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.95])
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
-def test_as_good_as_the_best_fixed_length(num_rows: int, rate: float) -> None:
+def test_adaptive_lengths_are_as_good_as_the_best_fixed_length(num_rows: int, rate: float) -> None:
     """Though the rate has to be learned, row by row."""
     cost = cost_model()
     policies: list[DraftPolicy] = [

@@ -147,7 +147,7 @@ def test_without_draft_tokens_in_a_step_there_is_no_column() -> None:
     assert finish(driver) == 6
 
 
-def test_columns_limit_what_each_row_may_fill() -> None:
+def test_columns_limit_the_positions_of_each_row() -> None:
     driver = new_driver(lengths=Lengths(chain([2, 0, 4], repeat(0))), prefill=80)
     submit(driver, (4, 20), (4, 20))
     submit(driver, (4, 40), guided=True)
@@ -290,7 +290,7 @@ def test_extra_positions_count_in_the_load_and_leave_less_for_prompts() -> None:
     finish(driver)
 
 
-def test_the_load_that_is_learned_from_is_of_what_was_computed() -> None:
+def test_costs_are_learned_from_the_load_that_was_computed() -> None:
     class Few(Always):
         def num_draft_tokens(self, most: int) -> int:
             return min(1, most)

@@ -91,7 +91,7 @@ def test_the_budget_counts_decodes_and_cuts_prompts() -> None:
     assert [num_tokens for _, num_tokens in second.chunks] == [7]
 
 
-def test_the_load_of_a_step_is_what_its_rows_attend_to() -> None:
+def test_the_load_of_a_step_counts_the_positions_that_its_rows_attend_to() -> None:
     driver = new_driver(prefill=8, num_blocks=30)
     submit(driver, (3, 5), (20, 5))
     first, second = sent(driver).load, sent(driver).load
@@ -110,7 +110,7 @@ def test_the_head_of_the_queue_is_not_overtaken() -> None:
     assert len(driver.waiting) == 2
 
 
-def test_no_more_tokens_are_planned_than_were_asked_for() -> None:
+def test_no_more_tokens_are_planned_than_requested() -> None:
     driver = new_driver()
     driver.depth = 5
     submit(driver, (2, 3))
@@ -127,7 +127,7 @@ def test_blocks_come_as_they_are_needed() -> None:
 
 
 @pytest.mark.parametrize(("reserve_all", "num_admitted"), [(True, 1), (False, 3)])
-def test_full_reservation_admits_what_fits_to_its_end_and_growing_what_fits_now(
+def test_full_reservation_admits_by_final_length_and_growing_by_current_length(
     reserve_all: bool, num_admitted: int
 ) -> None:
     """Nine blocks; a request is one block of prompt and up to eight in all."""
@@ -160,7 +160,7 @@ def test_the_most_junior_row_is_preempted_and_goes_on_where_it_was() -> None:
     assert replay.max_tokens == 20 - num_heard
 
 
-def test_a_replay_finds_its_own_blocks_in_the_cache() -> None:
+def test_a_replay_hits_its_own_blocks_in_the_cache() -> None:
     driver = new_driver(prefill=64, num_blocks=8, prefix_caching=True)
     submit(driver, (4, 20), (4, 20))
     driver.run()
@@ -189,7 +189,7 @@ def test_several_preempted_entries_come_back_the_most_senior_first() -> None:
     assert all(row.seniority == row.entry.request_id for row in rows), "it keeps its seniority"
 
 
-def test_a_pinned_entry_leaves_over_what_those_before_it_can_need() -> None:
+def test_a_pinned_entry_leaves_the_blocks_that_earlier_entries_can_need() -> None:
     """They may not preempt it, so the most senior would wait for its end, which the driver does not let pass."""
     driver = new_driver(prefill=64, num_blocks=10, max_preemptions=1)
     submit(driver, (4, 12), (1, 20), (4, 16))

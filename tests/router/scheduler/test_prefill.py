@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.cost import FIRST_PROMPT_TOKENS, CostModel
+from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.block_manager import BlockManager
@@ -279,6 +280,79 @@ def test_steps_with_decodes_are_short_and_their_budget_counts_positions() -> Non
     assert prompts.steps[-2][long] < first / 2
 
 
+def seconds_beside(num_streams: int, *, target: float | None = None, **costs: float) -> float:
+    """Duration of a step that computes a part of a long prompt beside as many decodes."""
+    cost = CostModel.fixed(COST.to_json() | costs)
+    prompts = Prompts.new(cost=cost, budget=4096, target=target)
+    for _ in range(num_streams):
+        prompts.submit(1, max_new_tokens=1000)
+    prompts.step()
+    prompts.submit(3000)
+    plan = prompts.step()
+    assert plan is not None
+    assert (len(plan.decodes), len(plan.chunks)) == (num_streams, 1)
+    seconds = cost.seconds(plan.load)
+    assert seconds is not None
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "most"), [(1, 0.1), (2, 0.0475), (4, 0.0344), (8, 0.0311), (60, 0.03)]
+)
+def test_beside_many_streams_a_step_with_prompts_takes_three_of_those_without(
+    num_streams: int, most: float
+) -> None:
+    assert 0.94 * most < seconds_beside(num_streams) <= most
+
+
+def test_a_step_with_prompts_is_not_so_short_that_it_costs_throughput() -> None:
+    assert seconds_beside(20, prefill_step=0.02) == pytest.approx(0.01 + 0.02 + 3 * 0.02, rel=0.03)
+    # Nobody notices a pause of 20 ms.
+    assert seconds_beside(20, step=0.001) == pytest.approx(0.02, rel=0.06)
+
+
+@pytest.mark.parametrize("target", [0.02, 0.2, 0.4])
+def test_a_target_moves_the_longest_step_in_both_directions(target: float) -> None:
+    assert seconds_beside(20, target=target) == pytest.approx(target, rel=0.06)
+    assert seconds_beside(20, target=100.0) == pytest.approx(0.5, rel=0.06)
+
+
+@pytest.mark.parametrize("shortest_first", [True, False])
+def test_steps_without_decodes_are_short_because_a_client_may_leave(
+    *, shortest_first: bool
+) -> None:
+    prompts = Prompts.new(cost=COST, budget=4096, shortest_first=shortest_first)
+    prompts.submit(9000)
+    first, *others = [prompts.step() for _ in range(6)]
+    assert first is not None
+    assert first.load.prefill_tokens < 500
+    for plan in (first, *others):
+        assert plan is not None
+        assert (COST.seconds(plan.load) or 0.0) <= 0.5
+
+
+def test_a_machine_whose_weights_take_long_to_read_gets_longer_steps() -> None:
+    """Nine tenths of a step go to its prompts."""
+    slow = CostModel.fixed(COST.to_json() | {"step": 0.2})
+    prompts = Prompts.new(cost=slow, budget=4096)
+    prompts.submit(9000)
+    plan = prompts.step()
+    assert plan is not None
+    assert slow.seconds(plan.load) == pytest.approx(2.0, rel=0.02)
+
+
+def test_the_first_steps_are_short_until_their_costs_are_known() -> None:
+    cost = CostModel()
+    prompts = Prompts.new(cost=cost, budget=4096)
+    long = prompts.submit(9000)
+    prompts.step()
+    assert prompts.last == {long: FIRST_PROMPT_TOKENS}
+    for tokens in range(1, 20):
+        cost.observe(StepLoad(prefill_tokens=tokens, num_chunks=1), tokens / 100_000)
+    prompts.step()
+    assert prompts.last == {long: 4096}
+
+
 def test_a_short_prompt_joins_even_where_decodes_take_longer_than_the_target() -> None:
     prompts = Prompts.new(cost=COST, budget=4096, target=0.005)
     prompts.submit(1, max_new_tokens=1000)
@@ -321,3 +395,22 @@ def test_a_short_prompt_has_a_short_step_and_the_long_one_the_next() -> None:
     prompts.step()
     assert prompts.last[last] == 5
     assert prompts.last[long] > full / 2
+
+
+def test_prompts_that_overtake_leave_room_for_the_drafts_of_a_step() -> None:
+    """The oldest prompt goes on by a block a step, or by what overtaking prompts leave of one."""
+    budgets = Budgets(max_batch_prefill_tokens=8, max_batch_size=20, max_draft_tokens=3)
+    planner = Planner(budgets, BlockManager(10_000, BLOCK_SIZE))
+    prompts = Prompts(planner, WaitingQueue(), {}, [], {})
+    prompts.submit(1, max_new_tokens=100)
+    first = planner.plan(prompts.waiting, last_sent=1, last_answered=1)
+    assert first is not None
+    planner.computed(first, counts=[(first.chunks[0][0], 1)])
+    prompts.submit(LONG)
+    for _ in range(8):
+        prompts.submit(2)
+    for _ in range(8):
+        plan = planner.plan(prompts.waiting, last_sent=1, last_answered=1)
+        assert plan is not None
+        assert plan.decode_tokens == [4]
+        assert sum(plan.decode_tokens) + sum(count for _, count in plan.chunks) <= 8

@@ -59,7 +59,7 @@ def test_ahead_counts_requests_in_the_middle_of_a_long_queue() -> None:
     assert queue.ahead(SchedulingParameters(priority=10), 1000.0) == (901, 1802)
 
 
-def test_one_that_comes_back_keeps_its_place() -> None:
+def test_an_entry_that_comes_back_keeps_its_position() -> None:
     queue = WaitingQueue()
     items = [new(i, float(i)) for i in range(3)]
     for item in items:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from hypothesis import settings
@@ -27,6 +28,7 @@ from millrace_router.request.entry import entry_of
 from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
 from millrace_router.scheduler.step_plan import Budgets
 from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.window_blocks import WindowGroup
 from millrace_testing.adapters.fake_adapters import adapters_for
 from millrace_testing.router.fake_router import (
     DirectShards,
@@ -52,6 +54,22 @@ from millrace_testing.shards.held_shards import NUM_TURNS, AlwaysOpen, HeldShard
 COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001) | {"step": 0.002})
 
 
+WINDOWS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), max_size=2)
+"""Windows, and blocks beyond what one sequence needs to go on."""
+
+
+def groups_of(windows: list[tuple[int, int]], block_size: int) -> tuple[WindowGroup, ...]:
+    """Window groups, whose kernels read two masked positions."""
+    return tuple(
+        WindowGroup(
+            num_blocks=3 + -(-(window + 2) // block_size) + spare,
+            window=window,
+            reach=window + 2,
+        )
+        for window, spare in windows
+    )
+
+
 class SchedulingMachine(RuleBasedStateMachine):
     """Every rule may come at any moment, with steps in flight or none."""
 
@@ -65,7 +83,9 @@ class SchedulingMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         eos_every=st.sampled_from([0, 0, 30]),
         seed=st.integers(0, 2**16),
+        windows=WINDOWS,
         knows_costs=st.booleans(),
+        state_pages=st.sampled_from([0, 2, 4, 20]),
     )
     def begin(
         self,
@@ -77,7 +97,9 @@ class SchedulingMachine(RuleBasedStateMachine):
         eos_every: int,
         seed: int,
         *,
+        windows: list[tuple[int, int]],
         knows_costs: bool,
+        state_pages: int,
     ) -> None:
         shard = HashShard(
             num_blocks=2 + (12 + spare_tokens) // block_size,
@@ -87,6 +109,9 @@ class SchedulingMachine(RuleBasedStateMachine):
             max_draft_tokens=budgets.max_draft_tokens,
             choices=Choices(seed),
             adapters=adapters_for(VERSIONS, max_adapters=2, num_pages=2),
+            windows=groups_of(windows, block_size),
+            # States cannot go back behind a rejected draft token.
+            state_pages=0 if budgets.max_draft_tokens else state_pages,
         )
         self.driver = ScheduleDriver(
             budgets,
@@ -141,10 +166,22 @@ class SchedulingMachine(RuleBasedStateMachine):
     def let_adapters_go_on(self, *, answers: bool) -> None:
         self.driver.let_adapters_go_on(answers=answers)
 
-    @rule(loses_adapters=st.booleans())
-    def fail_a_step(self, *, loses_adapters: bool) -> None:
+    @rule(loses_adapters=st.booleans(), keeps_kv=st.booleans())
+    def fail_a_step(self, *, loses_adapters: bool, keeps_kv: bool) -> None:
         self.driver.shard.fail_next = "the device caught fire"
-        self.driver.loses_adapters = loses_adapters
+        self.driver.loses_adapters, self.driver.keeps_kv = loses_adapters, keeps_kv
+
+    @rule(keeps_kv=st.booleans(), size=st.integers(1, 6), prefill_tokens=st.integers(4, 40))
+    def cut(self, *, keeps_kv: bool, size: int, prefill_tokens: int) -> None:
+        """An epoch ends with steps in flight, and the next one has smaller limits, or full ones again."""
+        budgets = self.driver.budgets
+        self.driver.limits = replace(
+            budgets,
+            max_batch_size=min(size, budgets.max_batch_size),
+            max_batch_prefill_tokens=min(prefill_tokens, budgets.max_batch_prefill_tokens),
+        )
+        self.driver.keeps_kv = keeps_kv
+        self.driver.cut()
 
     @precondition(lambda self: self.driver.unended())
     @rule(data=st.data())
@@ -192,6 +229,7 @@ class LoopMachine(RuleBasedStateMachine):
         is_late=st.booleans(),
         eos_every=st.sampled_from([0, 0, 30]),
         seed=st.integers(0, 2**16),
+        windows=WINDOWS,
     )
     def begin(
         self,
@@ -204,6 +242,7 @@ class LoopMachine(RuleBasedStateMachine):
         is_late: bool,
         eos_every: int,
         seed: int,
+        windows: list[tuple[int, int]],
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self.clients: list[Client] = []
@@ -215,6 +254,7 @@ class LoopMachine(RuleBasedStateMachine):
             max_draft_tokens=budgets.max_draft_tokens,
             choices=Choices(seed),
             adapters=adapters_for(VERSIONS, max_adapters=2, num_pages=2),
+            windows=groups_of(windows, block_size),
         )
         self.shards = HeldShards(self.shard, on_error=self.count_failures)
         waiting: RequestQueue = TenantQueue(quantum=8) if budgets.share_slots else WaitingQueue()

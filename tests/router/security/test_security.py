@@ -231,7 +231,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_no_way_out(source: str) -> None:
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     """Refused; where the sandbox stands an undefined name in for a private one, nothing of it is shown."""
     message = {"role": "user", "content": "hi"}
     try:
@@ -259,8 +259,8 @@ CLIENTS = [
 
 
 @pytest.mark.parametrize("text", CLIENTS)
-async def test_what_clients_write_is_never_run(text: str) -> None:
-    """Through the whole route: as content, part, name, role, argument and variable."""
+async def test_text_of_clients_is_never_run_as_a_template(text: str) -> None:
+    """Through the whole route: as content, part, name, role, argument and variable. Only TGI takes any role."""
     source = (
         "{% for m in messages %}{{ m.role }}|{{ m.name }}|{{ m.content }}|{% endfor %}{{ extra }}"
     )
@@ -273,7 +273,7 @@ async def test_what_clients_write_is_never_run(text: str) -> None:
         ],
         "chat_template_kwargs": {"extra": text, text: text},
     }
-    async with serving(template=source) as edge:
+    async with serving(template=source, strict_tgi=True) as edge:
         answer = await edge.answer("/chat_tokenize", body)
     prompt = answer["templated_text"]
     assert prompt.startswith(f"{text}|{text}|{text}|user||{text}|user||")
@@ -327,7 +327,9 @@ def bodies(token: str) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     "error", [None, AdapterInvalid(NAME, "NaN"), AdapterUnavailable(NAME, "down")]
 )
-async def test_a_token_goes_nowhere(error: RouterError | None, *, json_output: bool) -> None:
+async def test_an_adapter_token_reaches_no_log_answer_or_shard(
+    error: RouterError | None, *, json_output: bool
+) -> None:
     fetcher = FakeFetcher(hub={NAME: Repository(tokens=frozenset({TOKEN}))}, error=error)
     resolver = resolver_of(fetcher, rules=ClientRules(patterns=("hub:org/*",)))
     output, seen = io.BytesIO(), []
@@ -352,7 +354,7 @@ async def test_a_token_goes_nowhere(error: RouterError | None, *, json_output: b
         assert [text for text in seen if secret in text] == []
 
 
-def test_a_token_is_not_shown_by_what_holds_it() -> None:
+def test_a_reference_does_not_show_its_token() -> None:
     recipe = MergeRecipe(ids=("a",), weights=(1.0,))
     for reference in (
         AdapterReference(name="a", token=TOKEN),
@@ -361,16 +363,16 @@ def test_a_token_is_not_shown_by_what_holds_it() -> None:
         assert TOKEN not in repr(reference)
 
 
-async def test_what_is_remembered_has_no_token() -> None:
+async def test_remembered_access_contains_no_token() -> None:
     fetcher = FakeFetcher(hub={NAME: Repository(tokens=frozenset({TOKEN}))})
     resolver = resolver_of(fetcher, rules=ClientRules(patterns=("hub:org/*",)))
     await resolver.resolve(AdapterReference(name=NAME, token=TOKEN), "me")
     kept = [
-        resolver._access.__dict__,
+        resolver._grants.__dict__,
         resolver._refusals.__dict__,
         resolver._clients.__dict__,
     ]
-    grants = [resolver._access._grants._values, resolver._clients._values]
+    grants = [resolver._grants._values, resolver._clients._values]
     assert TOKEN not in f"{kept} {grants}"
     assert grants[0]
 
@@ -403,7 +405,7 @@ JSON = st.recursive(
 
 
 @given(JSON, st.integers(min_value=185, max_value=205), st.booleans())
-def test_levels_are_those_of_the_json_whatever_its_strings_hold(
+def test_levels_of_json_do_not_depend_on_the_content_of_strings(
     value: object, more: int, escaped: bool
 ) -> None:
     value = nested(value, more)
@@ -515,7 +517,7 @@ def untouched() -> Untouched:
 
 
 @pytest.mark.parametrize("text", ["a" * TWO_MB, "日" * 600_000, " " * TWO_MB])
-async def test_what_cannot_fit_is_refused_without_tokenizing_it(text: str) -> None:
+async def test_text_that_cannot_fit_is_refused_without_tokenizing_it(text: str) -> None:
     of = untouched()
     with pytest.raises(SizeError, match=r"must have less than 8 tokens\. Given: at least") as e:
         await check(of, text)
@@ -523,7 +525,7 @@ async def test_what_cannot_fit_is_refused_without_tokenizing_it(text: str) -> No
     assert 8 < e.value.num_prompt_tokens <= real
 
 
-async def test_what_may_fit_is_tokenized() -> None:
+async def test_text_that_may_fit_is_tokenized() -> None:
     of = tokenizer("byte_level")
     assert of.longest_token is not None
     bound = LIMITS.max_input_tokens * of.longest_token
@@ -553,7 +555,7 @@ def test_indented_json_does_not_grow_without_bound() -> None:
 
 
 @pytest.mark.parametrize("name", ["tools", "variables"])
-async def test_what_a_template_is_given_beside_messages_counts(
+async def test_large_arguments_of_a_template_are_rendered_in_another_thread(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
@@ -585,7 +587,7 @@ async def test_headers_have_bounds_too(head: bytes) -> None:
         reader, writer = await edge.send(
             b"GET /health HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n"
         )
-        assert b" 400 " in await reader.readline()
+        assert b" 431 " in await reader.readline()
         writer.close()
         assert (await edge.get("/health"))[0] == 200
 

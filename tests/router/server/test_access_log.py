@@ -9,10 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from millrace_router.errors import GenerationError
 from millrace_router.request.request import FinishReason, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_testing.router.edge import fail, finished, logging_to, serving, token_event
+from millrace_testing.router.edge import break_off, fail, finished, logging_to, serving, token_event
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -42,13 +41,6 @@ def two_tokens(_: ValidRequest, stream: TokenStream) -> None:
     stream.token(token_event(1, "a"))
     end = finished("ab", 2, reason=FinishReason.EOS_TOKEN)
     stream.token(token_event(2, "b", finished=end))
-
-
-def break_off(_: ValidRequest, stream: TokenStream) -> None:
-    """Fail after the first token."""
-    stream.batched_at = stream.queued_at
-    stream.token(token_event(1, "a"))
-    stream.fail(GenerationError("out of luck"))
 
 
 GREEDY: dict[str, tuple[str, Any]] = {
@@ -88,6 +80,11 @@ async def test_the_line_describes_the_generation(path: str, body: Any) -> None:
         "generated_tokens": 2,
         "finish_reason": "eos_token",
     }
+
+
+async def test_an_unknown_path_has_a_line_too() -> None:
+    line = await line_of("/nothing", {"inputs": "hello world"}, headers={"x-request-id": "r3"})
+    assert (line["request_id"], line["status"]) == ("r3", 404)
 
 
 async def test_reasons_of_several_choices_are_listed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from typing import Any
 
 import orjson
@@ -11,14 +10,12 @@ import orjson
 from millrace.simulate.deployment import Deployment
 from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
 from millrace_router.validation.sampling_defaults import SamplingDefaults
-from millrace_testing.router.edge import logging_to, play, serving
+from millrace_testing.router.edge import play, serving
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
-HEALTH = ("/", "/health", "/ping", "/livez", "/readyz")
-POSTS = ("/", "/generate", "/generate_stream", "/tokenize", "/v1/chat/completions", "/v1/estimate")
 
 
-async def test_the_key_opens() -> None:
+async def test_the_right_key_is_accepted() -> None:
     async with serving(api_key="sécret") as edge:
         headers = {"authorization": "Bearer sécret"}
         assert (await edge.post("/generate", ASKED, headers=headers))[0] == 200
@@ -33,35 +30,6 @@ async def test_request_ids_are_echoed_or_made() -> None:
             assert len(made) == 2
         _, _, response = await edge.post("/generate", ASKED, headers={"x-request-id": "x" * 129})
         assert response.headers["x-request-id"] != "x" * 129
-
-
-async def test_info_has_the_fields_of_every_version() -> None:
-    async with serving() as edge:
-        _, body, _ = await edge.get("/info")
-    info = orjson.loads(body)
-    expected = {
-        "model_id": "org/tiny",
-        "model_sha": "abc",
-        "model_dtype": "float32",
-        "model_device_type": "cpu",
-        "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": 4,
-        "max_best_of": 2,
-        "max_n": 3,
-        "speculate": 2,
-        "grammars": True,
-        "max_stop_sequences": 4,
-        "max_input_tokens": 8,
-        "max_total_tokens": 16,
-        "max_batch_total_tokens": 32,
-        "validation_workers": 2,
-        "max_client_batch_size": 4,
-        "router": "text-generation-router",
-    }
-    assert {name: info[name] for name in expected} == expected
-    assert info.keys() >= {
-        "waiting_served_ratio", "max_waiting_tokens", "max_batch_size", "version", "sha", "docker_label"
-    }  # fmt: skip
 
 
 async def test_info_has_costs_only_if_requested() -> None:
@@ -103,7 +71,7 @@ async def test_info_describes_the_scheduler() -> None:
     assert {name: info[name] for name in expected} == expected
 
 
-async def test_info_is_what_a_simulated_deployment_is_made_of() -> None:
+async def test_a_simulated_deployment_can_be_made_from_info() -> None:
     costs = dict.fromkeys((*COEFFICIENTS, *EXTRA_COEFFICIENTS), 0.5)
     flags: dict[str, Any] = {
         "prefix_caching": "off",
@@ -119,7 +87,8 @@ async def test_info_is_what_a_simulated_deployment_is_made_of() -> None:
         info = orjson.loads((await edge.get("/info?costs=true"))[1])
     fields = {name: info[name] for name in Deployment.model_fields if name in info}
     deployment = Deployment.model_validate(fields)
-    assert fields.keys() == Deployment.model_fields.keys()
+    of_images = {"feature_rows", "image_slots", "encoder_layers"}
+    assert fields.keys() == Deployment.model_fields.keys() - of_images
     assert deployment.cost_model == costs
     assert {name: getattr(deployment, name) for name in flags} == flags
     assert (deployment.num_blocks, deployment.block_size) == (9, 4)
@@ -156,26 +125,3 @@ async def test_draining_refuses_with_503_and_lets_streams_finish() -> None:
         status, text, _ = await running
         assert status == 200
         assert orjson.loads(text.split("\n\n")[1][6:])["generated_text"] == "xy"
-
-
-async def test_a_request_is_logged_on_one_line_without_its_text() -> None:
-    output = io.BytesIO()
-    with logging_to(output):
-        async with serving() as edge:
-            await edge.post("/generate", {"inputs": "hello world"}, headers={"x-request-id": "r1"})
-            await edge.post("/generate_stream", ASKED, headers={"x-request-id": "r2"})
-            await edge.get("/nothing", headers={"x-request-id": "r3"})
-    assert b"hello" not in output.getvalue()
-    assert b" x" not in output.getvalue()
-    lines = {}
-    for line in map(orjson.loads, output.getvalue().splitlines()):
-        if line["fields"]["message"] == "request":
-            assert line.keys() == {"timestamp", "level", "fields", "target"}
-            lines[line["fields"]["request_id"]] = line["fields"]
-    assert lines.keys() == {"r1", "r2", "r3"}
-    assert lines["r1"]["route"] == "/generate"
-    assert lines["r1"]["status"] == 200
-    assert (lines["r1"]["prompt_tokens"], lines["r1"]["generated_tokens"]) == (2, 3)
-    assert {"queue_time", "inference_time", "time_per_token", "total_time"} <= lines["r1"].keys()
-    assert (lines["r2"]["prompt_tokens"], lines["r2"]["generated_tokens"]) == (1, 2)
-    assert lines["r3"]["status"] == 404

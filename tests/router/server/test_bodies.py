@@ -7,9 +7,11 @@ import gzip
 import json
 import zlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
@@ -44,17 +46,11 @@ def complaint(body: object) -> str:
         *(
             ({"inputs": "a", "parameters": {name: value}}, f"parameters.{name}: ")
             for name, value in [
-                ("top_k", "5"),
                 ("top_k", 2.0),
-                ("top_k", 2**31),
-                ("max_new_tokens", -1),
                 ("max_new_tokens", UINT32_MAX + 1),
-                ("seed", 2**64),
                 ("seed", -1),
                 ("temperature", "0.5"),
-                ("temperature", True),
                 ("temperature", 1e300),
-                ("do_sample", 1),
                 ("details", "yes"),
                 ("grammar", "json"),
             ]
@@ -83,16 +79,13 @@ def test_the_end_of_sequence_can_be_ignored(name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "headers", "status", "start"),
     [
-        (b"{", JSON, 400, "Failed to parse the request body as JSON: "),
         (b"", JSON, 400, "Failed to parse the request body as JSON: "),
         (b'{"inputs":"\xff"}', JSON, 400, "Failed to parse the request body as JSON: "),
         (b'{"inputs":NaN}', JSON, 400, "Failed to parse the request body as JSON: "),
         (b'{"inputs":"\\ud800"}', JSON, 400, "Failed to parse the request body as JSON: "),
         (b"[" * 10_000 + b"]" * 10_000, JSON, 400, "Failed to parse the request body as JSON: "),
         (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, JSON, 400, "Failed to parse"),
-        (b"{}", JSON, 422, "Failed to deserialize the JSON body into the target type: inputs: "),
         (b"x" * 100_001, JSON, 413, "Failed to buffer the request body: length limit exceeded"),
-        (b"{}", {}, 415, "Expected request with `Content-Type: application/json`"),
         (b"{}", {"content-type": "text/json"}, 415, "Expected request with"),
     ],
 )
@@ -105,32 +98,6 @@ async def test_unreadable_bodies_are_refused(
             assert answer[0] == status
             assert answer[1]["error"].startswith(start)
             assert answer[1]["error_type"] == "validation"
-
-
-def nested(depth: int) -> bytes:
-    """An object with arrays in it, `depth` levels in all."""
-    return b'{"inputs":"a","more":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
-
-
-async def test_bodies_are_200_levels_deep_at_most() -> None:
-    async with serving() as edge:
-        wide = b'{"inputs":"a","more":[' + b",".join([b"[{}]"] * 500) + b"]}"
-        for data in (nested(200), wide):
-            assert (await edge.post("/generate", data=data, headers=JSON))[0] == 200
-        status, body, _ = await edge.post("/generate", data=nested(201), headers=JSON)
-    assert (status, body["error_type"]) == (400, "validation")
-    assert body["error"].endswith("more than 200 levels deep")
-
-
-async def test_deep_arguments_of_a_tool_call_are_refused() -> None:
-    arguments = b"[" * 300 + b"]" * 300
-    data = (
-        b'{"messages":[{"role":"assistant","tool_calls":[{"id":"0","type":"function",'
-        b'"function":{"name":"f","arguments":' + arguments + b"}}]}]}"
-    )
-    async with serving(template="x") as edge:
-        for route in ("/v1/chat/completions", "/chat_tokenize"):
-            assert (await edge.post(route, data=data, headers=JSON))[0] == 400
 
 
 BODY = b'{"inputs":"a"}'
@@ -155,7 +122,9 @@ BARE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
         ("gzip, gzip", BODY, 415, "`Content-Encoding: gzip, gzip` is not supported"),
     ],
 )
-async def test_compressed_bodies(encoding: str, data: bytes, status: int, start: str) -> None:
+async def test_compressed_bodies_are_read_or_refused(
+    encoding: str, data: bytes, status: int, start: str
+) -> None:
     async with serving(payload_limit=1000) as edge:
         server = edge.runner.server
         assert server is not None
@@ -198,6 +167,23 @@ async def test_a_body_that_does_not_end_is_not_waited_for(
     assert body["error"].startswith("Failed to buffer the request body: it took more than")
 
 
+async def test_the_loop_runs_between_two_calls_for_large_bodies() -> None:
+    async with serving() as edge:
+        request = make_mocked_request("POST", "/generate", JSON, app=edge.runner.app)
+        bodies.hold_body(request, bytes(2 * bodies.LARGE_BYTES))
+        await bodies.receive_json(request)
+        loop = asyncio.get_running_loop()
+        order: list[str] = []
+
+        def call(name: str) -> None:
+            order.append(name)
+            loop.call_soon_threadsafe(order.append, f"loop after {name}")
+
+        names = [f"call {number}" for number in range(20)]
+        await asyncio.gather(*(bodies.off_loop(request, partial(call, one)) for one in names))
+        assert order == [part for one in names for part in (one, f"loop after {one}")]
+
+
 async def test_the_limit_itself_is_allowed() -> None:
     async with serving(payload_limit=20) as edge:
         body = b'{"inputs":"a"}'
@@ -228,7 +214,7 @@ BODIES = VALUES | st.fixed_dictionaries(
 )
 
 
-async def test_no_body_whatever_ends_in_a_500() -> None:
+async def test_no_body_ends_in_a_500() -> None:
     bodies: list[bytes] = []
 
     @settings(
@@ -250,31 +236,3 @@ async def test_no_body_whatever_ends_in_a_500() -> None:
                 assert answer.keys() == {"error", "error_type"}
         assert edge.services.infer.permits.taken == 0
     assert seen >= {200, 422}
-
-
-def brackets(value: object) -> str:
-    """The brackets in the JSON of `value`, found by its structure."""
-    match value:
-        case dict():
-            return "{" + "".join(map(brackets, value.values())) + "}"
-        case list():
-            return "[" + "".join(map(brackets, value)) + "]"
-        case _:
-            return ""
-
-
-TEXTS = st.text(st.sampled_from('[]{}"\\/n\x00é'))
-
-
-@settings(deadline=None)
-@given(
-    value=st.recursive(
-        st.none() | TEXTS,
-        lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
-        max_leaves=40,
-    ),
-    is_ascii=st.booleans(),
-)
-def test_brackets_in_strings_do_not_count(value: object, *, is_ascii: bool) -> None:
-    body = json.dumps(value, ensure_ascii=is_ascii).encode()
-    assert bodies._brackets_of(body).decode() == brackets(value)

@@ -14,8 +14,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from millrace_router.errors import GenerationError, ShuttingDown, ValidationError
-from millrace_router.request.request import ValidRequest
-from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import recording
 from millrace_router.server.idempotency import (
     Run,
@@ -34,6 +32,7 @@ from millrace_testing.router.edge import (
     limits_with,
     logging_to,
     play,
+    plays,
     serving,
     token_event,
 )
@@ -115,7 +114,7 @@ def test_a_key_belongs_to_its_caller_and_its_path() -> None:
     assert scope_of({"authorization": "Bearer a"}, "/generate") is None
 
 
-def test_a_digest_tells_its_parts_apart() -> None:
+def test_a_digest_distinguishes_its_parts() -> None:
     assert len({digest_of("ab", "c"), digest_of("a", "bc"), digest_of("abc"), digest_of()}) == 4
     assert digest_of("é\udcff") == digest_of("é".encode() + b"\xff")
 
@@ -136,33 +135,6 @@ def test_an_index_is_read() -> None:
     assert (last_event_of({}), last_event_of({"last-event-id": "17"})) == (0, 17)
 
 
-async def test_the_same_key_is_the_same_run_but_for_another_body() -> None:
-    runs, work = Runs(0.0), Work()
-    assert runs.find(b"s", b"body") is None
-    run = runs.start(b"s", b"body", work)
-    with runs.reading(b"s", run), runs.reading(b"s", run):
-        assert runs.find(b"s", b"body") is run
-        with pytest.raises(ValidationError, match="another body"):
-            runs.find(b"s", b"other")
-        work.end.set_result(answer())
-        assert await run.answer() == await run.answer() == answer()
-    assert len(runs) == 0
-
-
-async def test_without_grace_the_last_reader_ends_it() -> None:
-    timers = FakeTimers()
-    runs, work = Runs(0.0, call_later=timers), Work()
-    run = runs.start(b"s", b"", work)
-    with runs.reading(b"s", run):
-        with runs.reading(b"s", run):
-            await turns()
-        await turns()
-        assert not work.was_cancelled()
-    await turns()
-    assert work.was_cancelled()
-    assert (len(runs), timers.pending, runs.find(b"s", b"")) == (0, 0, None)
-
-
 async def test_a_run_that_is_left_before_its_first_step_is_ended_too() -> None:
     runs, work = Runs(0.0), Work()
     run = runs.start(b"s", b"", work)
@@ -175,25 +147,7 @@ async def test_a_run_that_is_left_before_its_first_step_is_ended_too() -> None:
     assert len(runs) == 0
 
 
-async def test_with_grace_it_waits_for_its_reader() -> None:
-    timers = FakeTimers()
-    runs, work = Runs(GRACE, call_later=timers), Work()
-    run = runs.start(b"s", b"", work)
-    for _ in range(3):
-        with runs.reading(b"s", run):
-            timers.turn(GRACE * 2)
-            await turns()
-        timers.turn(GRACE - 1)
-        await turns()
-        assert not work.was_cancelled()
-        assert runs.find(b"s", b"") is run
-    timers.turn(1)
-    await turns()
-    assert work.was_cancelled()
-    assert (len(runs), timers.pending) == (0, 0)
-
-
-async def test_what_was_aborted_is_kept_no_longer() -> None:
+async def test_an_aborted_run_is_not_kept() -> None:
     """A stream that has begun is removed too, so no request finds it."""
     timers = FakeTimers()
     runs, work = Runs(GRACE, call_later=timers), Work()
@@ -210,7 +164,7 @@ async def test_what_was_aborted_is_kept_no_longer() -> None:
 
 
 @pytest.mark.parametrize("was_left", [False, True])
-async def test_what_has_ended_is_kept_for_the_grace_period(*, was_left: bool) -> None:
+async def test_an_ended_run_is_kept_for_the_grace_period(*, was_left: bool) -> None:
     timers = FakeTimers()
     runs, work = Runs(GRACE, call_later=timers), Work()
     run = runs.start(b"s", b"", work)
@@ -230,34 +184,6 @@ async def test_what_has_ended_is_kept_for_the_grace_period(*, was_left: bool) ->
         assert runs.find(b"s", b"") is None
         assert await run.answer() == answer()
     assert (len(runs), timers.pending) == (0, 0)
-
-
-async def test_only_current_readers_get_a_failure() -> None:
-    timers = FakeTimers()
-    runs, work = Runs(GRACE, call_later=timers), Work()
-    run = runs.start(b"s", b"", work)
-    with runs.reading(b"s", run):
-        work.end.set_exception(GenerationError("oh"))
-        for _ in range(2):
-            with pytest.raises(GenerationError, match="oh"):
-                await run.answer()
-        assert runs.find(b"s", b"") is None
-    assert (len(runs), timers.pending) == (0, 0)
-
-
-@pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_stream_that_failed_is_kept_if_it_has_begun(*, has_begun: bool) -> None:
-    runs, work = Runs(GRACE, call_later=FakeTimers()), Work()
-    recording = work.records()
-    run = runs.start(b"s", b"", work)
-    with runs.reading(b"s", run):
-        assert await run.answer() is recording
-        if has_begun:
-            recording.token(b"data: 1\n\n")
-        recording.fail(GenerationError("oh"))
-        work.end.set_result(None)
-        await turns()
-    assert (runs.find(b"s", b"") is run) == has_begun
 
 
 async def test_a_defect_after_the_beginning_ends_the_stream() -> None:
@@ -294,7 +220,7 @@ async def test_the_least_recently_used_answer_is_dropped_first() -> None:
     await runs.close()
 
 
-async def test_their_bytes_are_bounded() -> None:
+async def test_the_bytes_of_kept_runs_are_bounded() -> None:
     runs = Runs(GRACE, call_later=FakeTimers(), max_kept_bytes=100)
     for scope, size in ((b"a", 60), (b"b", 30), (b"c", 20), (b"d", 101)):
         work = Work()
@@ -400,6 +326,28 @@ async def test_a_dropped_stream_resumes_at_every_token(path: str, body: dict[str
                 assert len(edge.batcher.streams) == prompts
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", CHAT | {"stream": True}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 8, "stream": True}),
+    ],
+)
+async def test_a_stream_of_named_events_resumes_after_any(
+    path: str, body: dict[str, object]
+) -> None:
+    async with keyed_edge(plays(" a", " b", " c")) as (edge, _):
+        _, whole, _ = await edge.post(path, body, headers=KEY)
+        blocks = whole.removesuffix("\n\n").split("\n\n")
+        num_numbered = sum(block.startswith("id: ") for block in blocks)
+        assert num_numbered > 3
+        for index in range(1, num_numbered + 1):
+            known = {"last-event-id": str(index)}
+            _, rest, _ = await edge.post(path, body, headers=KEY | known)
+            assert rest == "".join(block + "\n\n" for block in blocks[index:])
+        assert len(edge.batcher.requests) == 1
+
+
 async def test_a_resumed_stream_goes_on_live() -> None:
     async with keyed_edge(begin) as (edge, timers):
         async with streaming(edge, "/generate_stream", ASKED) as response:
@@ -420,10 +368,7 @@ async def test_a_resumed_stream_goes_on_live() -> None:
 async def test_without_a_key_streams_are_as_ever() -> None:
     """The bytes are the same except for the ids, and unknown ids are ignored."""
 
-    def script(_: ValidRequest, stream: TokenStream) -> None:
-        play(stream, " a", " b")
-
-    async with keyed_edge(script) as (edge, _):
+    async with keyed_edge(plays(" a", " b")) as (edge, _):
         _, keyed, _ = await edge.post("/generate_stream", ASKED, headers=KEY)
         _, plain, _ = await edge.post("/generate_stream", ASKED, headers={"last-event-id": "7"})
     assert "id: " not in plain
@@ -432,7 +377,9 @@ async def test_without_a_key_streams_are_as_ever() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), WHOLE)
-async def test_whole_answers_are_one(path: str, body: dict[str, object]) -> None:
+async def test_whole_answers_with_the_same_key_are_the_same(
+    path: str, body: dict[str, object]
+) -> None:
     prompts = prompts_of(body)
     async with (
         keyed_edge(limits=limits_with(max_concurrent_requests=prompts)) as (edge, timers),
@@ -489,7 +436,7 @@ async def test_a_dropped_call_is_answered_when_it_is_sent_again(
         assert len(edge.batcher.streams) == prompts
 
 
-async def test_two_read_a_stream_at_once() -> None:
+async def test_two_clients_can_read_a_stream_at_once() -> None:
     async with (
         keyed_edge(begin, grace=0.0) as (edge, _),
         streaming(edge, "/generate_stream", ASKED) as first,
@@ -505,21 +452,15 @@ async def test_two_read_a_stream_at_once() -> None:
 
 
 async def test_callers_share_nothing() -> None:
-    def script(_: ValidRequest, stream: TokenStream) -> None:
-        play(stream, " a")
-
-    async with keyed_edge(script) as (edge, _):
+    async with keyed_edge(plays(" a")) as (edge, _):
         for caller in ({}, {"authorization": "Bearer a"}, {"x-tenant": "a"}, {"x-tenant": "b"}):
             for _ in range(2):
                 assert (await edge.post("/generate", ASKED, headers=KEY | caller))[0] == 200
         assert len(edge.batcher.streams) == 4
 
 
-async def test_what_cannot_be_meant_is_refused() -> None:
-    def script(_: ValidRequest, stream: TokenStream) -> None:
-        play(stream, " a", " b")
-
-    async with keyed_edge(script) as (edge, _):
+async def test_contradictory_uses_of_a_key_are_refused() -> None:
+    async with keyed_edge(plays(" a", " b")) as (edge, _):
         other = ASKED | {"inputs": "b"}
         assert (await edge.post("/generate_stream", ASKED, headers=KEY))[0] == 200
         assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 200
@@ -573,11 +514,8 @@ async def test_without_grace_the_last_to_leave_ends_it(path: str) -> None:
         assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
 
 
-async def test_without_grace_nothing_is_kept_of_what_has_ended() -> None:
-    def script(_: ValidRequest, stream: TokenStream) -> None:
-        play(stream, " a")
-
-    async with keyed_edge(script, grace=0.0) as (edge, timers):
+async def test_without_grace_no_ended_run_is_kept() -> None:
+    async with keyed_edge(plays(" a"), grace=0.0) as (edge, timers):
         for path in ("/generate_stream", "/generate"):
             for _ in range(2):
                 assert (await edge.post(path, ASKED, headers=KEY))[0] == 200
@@ -658,7 +596,7 @@ async def test_a_failed_stream_is_replayed_to_waiting_requests(num_before: int) 
             assert len(edge.batcher.streams) == 1
         else:
             assert (status, first["error_type"]) == (424, "generation")
-            edge.batcher.script = lambda _, stream: play(stream, " x")
+            edge.batcher.script = plays(" x")
             assert (await edge.post(path, ASKED, headers=KEY))[0] == 200
 
 
@@ -668,7 +606,7 @@ async def test_waiting_requests_get_the_failure_of_a_whole_answer() -> None:
         await until(lambda: readers(edge) == 2 and bool(edge.batcher.streams))
         edge.batcher.streams[0].fail(GenerationError("oh"))
         assert [(await one)[0] for one in both] == [424, 424]
-        edge.batcher.script = lambda _, stream: play(stream, " x")
+        edge.batcher.script = plays(" x")
         assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 200
         assert len(edge.batcher.streams) == 2
 
@@ -695,7 +633,7 @@ async def test_a_refusal_is_not_kept() -> None:
         assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 429
         play(edge.batcher.streams[0], " x")
         await running
-        edge.batcher.script = lambda _, stream: play(stream, " x")
+        edge.batcher.script = plays(" x")
         assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 200
 
 
@@ -772,7 +710,47 @@ async def test_draining_ends_runs_without_readers_and_serves_the_others() -> Non
         await until(lambda: num_runs(edge) == 0)
 
 
-async def test_the_end_of_the_server_ends_what_is_kept() -> None:
+async def test_runs_without_readers_are_at_most_a_quarter_of_the_permits() -> None:
+    limits = limits_with(max_concurrent_requests=8)
+    async with keyed_edge(begin, limits=limits) as (edge, _):
+        for number in range(4):
+            headers = {"idempotency-key": str(number)}
+            async with streaming(edge, "/generate_stream", ASKED, **headers) as response:
+                await read_events(response, 1)
+            await until(lambda: readers(edge) == 0)
+        await until(lambda: edge.services.infer.permits.taken == 2)
+        assert [stream.closed for stream in edge.batcher.streams] == [True, True, False, False]
+
+
+async def test_a_run_that_needs_a_permit_does_not_end_itself() -> None:
+    runs, has_left = Runs(GRACE, call_later=FakeTimers()), asyncio.Event()
+
+    async def work(_: Run) -> WholeAnswer:
+        await has_left.wait()
+        await runs.make_room(2)
+        return WholeAnswer(200, {}, b"answer")
+
+    run = runs.start(b"scope", b"digest", work)
+    with runs.reading(b"scope", run):
+        pass
+    has_left.set()
+    assert await run.answer() == WholeAnswer(200, {}, b"answer")
+    await runs.close()
+
+
+async def test_a_full_server_ends_runs_without_readers_first() -> None:
+    async with keyed_edge(begin, limits=limits_with(max_concurrent_requests=1)) as (edge, _):
+        async with streaming(edge, "/generate_stream", ASKED) as response:
+            await read_events(response, 1)
+        await until(lambda: readers(edge) == 0)
+        assert not is_closed(edge)
+        edge.batcher.script = plays(" x")
+        assert (await edge.post("/generate", ASKED))[0] == 200
+        assert edge.batcher.streams[0].closed
+        assert edge.services.infer.permits.taken == 0
+
+
+async def test_the_end_of_the_server_ends_kept_runs() -> None:
     async with serving(begin, resume_grace=GRACE) as edge:
         async with streaming(edge, "/generate_stream", ASKED) as response:
             await read_events(response, 1)

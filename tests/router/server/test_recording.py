@@ -87,7 +87,7 @@ async def test_an_error_before_the_first_token_is_for_the_status() -> None:
                 assert (resumed.drain(), resumed.ended, resumed.error) == (b"", True, error)
 
 
-async def test_what_has_ended_holds_no_request() -> None:
+async def test_an_ended_recording_holds_no_request() -> None:
     """`may_expire` knows the generation, and that the prompt."""
     recording = new_recording()
     assert recording.options.may_expire()

@@ -7,11 +7,13 @@ import io
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from millrace_router.api.tgi import routes
 from millrace_router.errors import QueueExpired
@@ -27,7 +29,7 @@ from millrace_testing.router.edge import (
     serving,
     token_event,
 )
-from millrace_testing.router.fake_router import new_batcher
+from millrace_testing.router.fake_router import new_batcher, panic
 from millrace_testing.router.sse import FakeTransport, unchunked
 from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.held_shards import HeldShards
@@ -77,6 +79,78 @@ async def test_a_defect_is_one_answer(
     assert events == (
         b"data: {}\n\n" * events_before + b"data: %b\n\n" % error if started else error
     )
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", ASKED),
+        ("/generate_stream", ASKED),
+        ("/v1/chat/completions", MESSAGES),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 2}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 16}),
+        ("/v1/messages", MESSAGES),
+    ],
+)
+async def test_a_panic_of_a_library_is_a_defect_with_a_status(
+    path: str, body: dict[str, Any]
+) -> None:
+    """The exceptions of libraries in Rust are no `Exception`, and would close the connection."""
+
+    def script(_: ValidRequest, __: TokenStream) -> None:
+        decoders.Strip("a", 0, 5).decode(["a"])
+
+    limits = limits_with(max_total_tokens=32)
+    async with serving(script, template="{{ messages[0].content }}", limits=limits) as edge:
+        status, answer, _ = await edge.post(path, body)
+        assert (status, "Internal server error" in str(answer)) == (500, True)
+        assert (await edge.get("/livez"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named", "last"),
+    [
+        ("/generate_stream", ASKED, '"error_type":"internal"', "}\n\n"),
+        ("/v1/chat/completions", MESSAGES, '"type":"internal"', "data: [DONE]\n\n"),
+        ("/v1/completions", {"prompt": "hello"}, '"type":"internal"', "data: [DONE]\n\n"),
+        ("/v1/responses", {"input": "hello"}, "event: response.failed\n", "}\n\n"),
+        ("/v1/messages", MESSAGES, "event: error\n", "}\n\n"),
+    ],
+)
+async def test_a_panic_in_mid_stream_is_an_error_event_and_no_other_streams(
+    path: str, body: dict[str, Any], named: str, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panicking(*_: object) -> None:
+        raise panic()
+
+    async with serving(None, template="{{ messages[0].content }}") as edge:
+
+        async def begun() -> tuple[TokenStream, aiohttp.ClientResponse]:
+            edge.batcher.arrived.clear()
+            sent = asyncio.create_task(edge.client.post(edge.url + path, json=asked))
+            await edge.batcher.arrived.wait()
+            stream = edge.batcher.streams[-1]
+            stream.token(token_event(1, " one"))
+            return stream, await sent
+
+        asked = {**body, "stream": True}
+        (bad, failed), (good, whole) = await begun(), await begun()
+        with monkeypatch.context() as broken:
+            broken.setattr(StreamWriter, "token", panicking)
+            bad.token(token_event(2, " two"))
+        text = (await failed.content.read()).decode()
+        assert (failed.status, text.count(named)) == (200, 1)
+        assert "Internal server error" in text
+        assert text.endswith(last)
+        good.token(token_event(2, " two", finished=finished(" one two", 2)))
+        text = (await whole.content.read()).decode()
+        assert " two" in text
+        assert "Internal server error" not in text
+        await edge.services.infer.permits.all_free()
+        assert (await edge.get("/livez"))[0] == 200
 
 
 def defective(event: TokenEvent) -> bytes:
@@ -137,6 +211,28 @@ def watched_writers(monkeypatch: pytest.MonkeyPatch) -> list[StreamWriter]:
     return writers
 
 
+async def test_a_client_that_leaves_after_the_last_event_has_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = io.BytesIO()
+    writers = watched_writers(monkeypatch)
+    with logging_to(output):
+        async with serving(None) as edge:
+            reader, writer = await edge.open("/generate_stream", ASKED)
+            stream = edge.batcher.streams[0]
+            stream.token(token_event(1, "x"))
+            await reader.readuntil(b"\n\n\r\n")
+            stream.token(token_event(2, "y", finished=finished("xy", 2)))
+            transport = writers[0]._transport
+            assert transport is not None
+            transport.abort()
+            await edge.services.infer.permits.all_free()
+            writer.close()
+    lines = [json.loads(line)["fields"] for line in output.getvalue().splitlines()]
+    (line,) = [line for line in lines if line["message"] == "request"]
+    assert (line["status"], line["generated_tokens"]) == (200, 2), lines
+
+
 async def test_a_client_that_reads_slowly_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     writers = watched_writers(monkeypatch)
     async with serving(None) as edge:
@@ -178,7 +274,7 @@ async def test_a_client_that_is_too_far_behind_is_cut_off_at_once(
         writer.transport.abort()
 
 
-async def test_what_was_held_waits_until_the_client_has_read() -> None:
+async def test_held_frames_wait_until_the_client_has_read() -> None:
     log: list[object] = []
 
     class Connection:
@@ -294,7 +390,7 @@ def expire(edge: Edge) -> None:
         ("/v1/completions", {"prompt": ["a", "b"], "stream": True}),
     ],
 )
-async def test_what_expires_in_the_queue_has_its_status(
+async def test_a_request_that_expires_in_the_queue_is_refused_with_429(
     path: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = {"x-max-queue-ms": "60000"}
@@ -318,7 +414,7 @@ async def test_a_server_with_a_short_longest_wait_refuses_with_the_status(
 
 
 @pytest.mark.parametrize("has_deadline", [False, True])
-async def test_what_cannot_expire_any_more_is_begun_in_silence(
+async def test_a_stream_that_can_no_longer_expire_begins_during_silence(
     monkeypatch: pytest.MonkeyPatch, *, has_deadline: bool
 ) -> None:
     """A request without a deadline after the first silence, one with it once it has left the queue."""
@@ -348,14 +444,6 @@ async def deaf_client(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 def open_to(writer: StreamWriter, transport: FakeTransport, *, chunked: bool = False) -> None:
     writer.open(cast("asyncio.Transport", transport), chunked=chunked)
-
-
-async def test_frames_are_chunks_of_http_1_1() -> None:
-    writer, transport = StreamWriter(), FakeTransport()
-    open_to(writer, transport, chunked=True)
-    writer.token(b"data: 1\n\n")
-    writer.token(b"x" * 300)
-    assert transport.written == b"9\r\ndata: 1\n\n\r\n12c\r\n" + b"x" * 300 + b"\r\n"
 
 
 async def test_a_full_buffer_closes_it_until_it_is_opened_again() -> None:
@@ -416,7 +504,7 @@ async def test_the_frame_after_too_many_cuts_off_and_frees_them() -> None:
     assert writer.drain() == b""
 
 
-async def test_what_has_been_taken_counts_no_more() -> None:
+async def test_frames_that_were_taken_no_longer_count() -> None:
     writer = StreamWriter()
     for _ in range(10):
         writer.token(b"x" * (MAX_BUFFERED_BYTES + 1))
@@ -442,9 +530,7 @@ def written_to(transport: FakeTransport, *, chunked: bool) -> bytes:
 @pytest.mark.parametrize("chunked", [False, True])
 @settings(deadline=None, max_examples=100)
 @given(steps=st.lists(st.sampled_from(["send", "big", "buffer", "open", "read"]), max_size=40))
-def test_whatever_happens_frames_arrive_once_and_in_order(
-    steps: list[str], *, chunked: bool
-) -> None:
+def test_frames_always_arrive_once_and_in_order(steps: list[str], *, chunked: bool) -> None:
     async def run() -> None:
         cuts: list[int] = []
         writer, transport = StreamWriter(lambda: cuts.append(1)), FakeTransport()

@@ -19,12 +19,12 @@ from millrace_router.telemetry.trace_context import new_context, trace_id_of, tr
 from millrace_testing.router.edge import (
     Edge,
     FakeCompiler,
+    break_off,
     echo,
     fail,
     logging_to,
     play,
     serving,
-    token_event,
 )
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -168,13 +168,6 @@ async def test_a_refusal_is_a_span_without_parts() -> None:
     assert (span["attributes"]["error.type"], span["failed"]) == ("401", False)
 
 
-def break_off(_: ValidRequest, stream: TokenStream) -> None:
-    """A token, and no end."""
-    stream.batched_at = stream.queued_at
-    stream.token(token_event(1, " x"))
-    fail(_, stream)
-
-
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_failures_are_failures_before_and_after_the_first_token(path: str) -> None:
     span = await span_of(path, ASKED, script=fail)
@@ -314,16 +307,16 @@ INVALID = {
 
 
 @pytest.mark.parametrize("given", VALID.values(), ids=VALID)
-def test_a_valid_one_names_its_trace(given: str) -> None:
+def test_a_valid_trace_header_names_its_trace(given: str) -> None:
     assert trace_id_of([given]) == SAMPLE_TRACE
 
 
 @pytest.mark.parametrize("given", INVALID.values(), ids=INVALID)
-def test_an_invalid_one_names_none(given: str) -> None:
+def test_an_invalid_trace_header_names_no_trace(given: str) -> None:
     assert trace_id_of([given]) is None
 
 
-def test_there_is_one_or_none() -> None:
+def test_no_trace_header_or_several_name_no_trace() -> None:
     assert trace_id_of([]) is None
     assert trace_id_of([VALID["sampled"]] * 2) is None
 

@@ -100,7 +100,7 @@ async def test_shards_of_another_authority_or_name_are_refused(
     assert not await reaches(f"127.0.0.1:{port}", mine)
 
 
-async def test_unix_sockets_are_spoken_to_plainly_whatever_is_configured(tmp_path: Path) -> None:
+async def test_unix_sockets_are_used_without_tls_for_any_configuration(tmp_path: Path) -> None:
     mine = certificate(tmp_path, "router")
     server = grpc.server(ThreadPoolExecutor(2))
     pb_grpc.add_ShardServiceServicer_to_server(FakeShardService(FakeShard()), server)
@@ -157,7 +157,7 @@ async def test_a_router_that_is_refused_logs_it_while_it_waits(
         ("10.1.1.1:1", True),
     ],
 )
-def test_where_prompts_may_be_overheard(address: str, exposed: bool) -> None:
+def test_only_plain_connections_to_other_hosts_are_exposed(address: str, exposed: bool) -> None:
     assert is_exposed(address, None) is exposed
     assert not is_exposed(address, grpc.ssl_channel_credentials())
 
@@ -169,7 +169,7 @@ class Finder:
         if name == "grpc":
             print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
 sys.meta_path.insert(0, Finder())
-import millrace_router.__main__
+import millrace_router.serving
 """
 
 

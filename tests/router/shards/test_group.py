@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +21,9 @@ from millrace_router.shards.errors import (
     ShardBusy,
     ShardChanged,
     ShardError,
+    ShardHung,
     ShardLost,
+    StepFailed,
 )
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
@@ -59,7 +62,7 @@ async def test_info_and_capacity_are_the_shards(address: str) -> None:
     )
 
 
-async def test_streams_over_a_real_socket(address: str) -> None:
+async def test_streams_over_a_real_socket_have_their_own_tokens(address: str) -> None:
     shard = FakeShard()
     with serve_fake_shard(address, shard):
         shards = StepChannel(ShardGroup([address]))
@@ -163,6 +166,50 @@ async def test_a_step_that_ranks_disagree_about_is_computed_again(
     assert ids_of(events) == continuation([7], 6)
 
 
+class Rank:
+    """A rank that answers no step."""
+
+    def __init__(self, error: Exception | None, *, after: int = 0) -> None:
+        """`error` comes in the turn `after` of the loop; None: it waits in a collective for ever."""
+        self._error, self._after = error, after
+
+    async def read(self) -> pb.StepResponse:
+        if self._error is None:
+            await asyncio.Future[None]()
+        for _ in range(self._after):
+            await asyncio.sleep(0)
+        assert self._error is not None
+        raise self._error
+
+
+FAILED, GONE = StepFailed("a collective failed"), ShardLost("killed")
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind"),
+    [
+        ([FAILED, GONE], ShardLost),
+        ([FAILED, FAILED, asyncio.InvalidStateError()], ShardLost),
+        ([GONE, FAILED], ShardLost),
+        ([FAILED, FAILED], StepFailed),
+        ([FAILED, ShardError("a defect")], StepFailed),
+        ([FAILED, GONE, None], ShardLost),
+        ([FAILED, None], StepFailed),
+    ],
+)
+async def test_a_step_that_fails_with_the_loss_of_a_rank_is_a_loss(
+    errors: list[Exception | None], kind: type[ShardError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = ShardGroup([f"unix:/{rank}" for rank in range(len(errors))])
+    ranks = [Rank(error, after=3 * rank) for rank, error in enumerate(errors)]
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "_shards", ranks)
+        with pytest.raises(ShardError) as raised:
+            await group.read()
+    await group.close()
+    assert type(raised.value) is kind
+
+
 async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:
     addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
     with (
@@ -175,7 +222,7 @@ async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:
         await shards.close()
 
 
-async def test_a_group_of_which_one_rank_is_given_names_its_size(tmp_path: Path) -> None:
+async def test_a_group_with_missing_ranks_names_its_size(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
     with serve_fake_shard(address, FakeShard(), rank=0, world_size=2):
         group = ShardGroup([address])
@@ -198,6 +245,7 @@ def group_of(folder: Path, ranks: Sequence[FakeShard]) -> Iterator[list[str]]:
     ("name", "value", "words"),
     [
         ("attention", "plain", "rank 2 differs from rank 0: attention is plain instead of none$"),
+        ("activations", "int8", "rank 2 .*: quantize_activations is int8 instead of exact$"),
         ("block_size", 16, "rank 2 differs from rank 0: block_size is 16 instead of 4$"),
         ("deterministic", True, "rank 2 .* deterministic is True instead of False$"),
         ("max_draft_tokens", 3, "rank 2 .* max_draft_tokens is 3 instead of 0$"),
@@ -235,6 +283,39 @@ async def test_ranks_that_come_back_different_get_no_step(tmp_path: Path) -> Non
                 await shards.open()
     assert not any(shard.steps or shard.is_warm for shard in changed)
     await shards.close()
+
+
+class Computing(ShardGroup):
+    """A group that computes until it is asked for its pulse for the `until`th time."""
+
+    def __init__(self, until: int) -> None:
+        super().__init__(["unix:/nowhere"], silence_seconds=0.004)
+        self.until = until
+        self.num_asked = 0
+        self.has_computed = asyncio.Event()
+
+    async def pulse(self) -> int:
+        self.num_asked += 1
+        if self.num_asked == self.until:
+            self.has_computed.set()
+        return min(self.num_asked, self.until)
+
+
+async def test_a_call_behind_slow_steps_waits_as_long_as_they_compute() -> None:
+    group = Computing(until=50)
+    await group.while_computing(group.has_computed.wait(), "it hangs")
+    assert group.num_asked == 50
+    await group.close()
+
+
+async def test_a_call_behind_a_step_that_hangs_is_cancelled() -> None:
+    group, never = Computing(until=1), asyncio.Event()
+    call = asyncio.ensure_future(never.wait())
+    with pytest.raises(ShardHung, match="it hangs"):
+        await group.while_computing(call, "it hangs")
+    assert call.cancelled()
+    assert group.num_asked == 4
+    await group.close()
 
 
 async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:
@@ -399,10 +480,16 @@ async def test_only_ranks_of_the_group_are_ended(tmp_path: Path) -> None:
 
 
 def shard_with(
-    *, attention: str = "cpu", block_size: int = 4, deterministic: bool = True, is_warm: bool = True
+    *,
+    attention: str = "cpu",
+    activations: str = "exact",
+    block_size: int = 4,
+    deterministic: bool = True,
+    is_warm: bool = True,
 ) -> FakeShard:
     shard = FakeShard(block_size=block_size)
     shard.attention, shard.deterministic, shard.is_warm = attention, deterministic, is_warm
+    shard.activations = activations
     return shard
 
 
@@ -419,14 +506,18 @@ async def warm_up_within_limit(shards: StepChannel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "block_size", "words"),
-    [("plain", 2, "another KV capacity"), ("plain", 4, "plain attention")],
+    ("change", "words"),
+    [
+        ({"attention": "plain", "block_size": 2}, "another KV capacity"),
+        ({"attention": "plain"}, "plain attention"),
+        ({"activations": "int8"}, "and int8 activations"),
+    ],
 )
 async def test_no_epoch_begins_on_other_shards_however_often_it_is_tried(
-    address: str, attention: str, block_size: int, words: str
+    address: str, change: dict[str, Any], words: str
 ) -> None:
     shards = StepChannel(ShardGroup([address]))
-    changed = shard_with(attention=attention, block_size=block_size, is_warm=False)
+    changed = shard_with(**change, is_warm=False)
     with serve_fake_shard(address, shard_with()):
         await warm_up_within_limit(shards)
         await shards.open()
@@ -454,7 +545,7 @@ async def test_other_kernels_may_take_over_where_no_bits_are_promised(address: s
     await shards.close()
 
 
-async def test_a_restart_is_asked_for_until_they_are_as_before(address: str) -> None:
+async def test_a_restart_is_requested_until_the_shards_are_as_before(address: str) -> None:
     changed = shard_with(block_size=2, is_warm=False)
     asked = asyncio.Event()
 

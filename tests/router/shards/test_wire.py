@@ -12,9 +12,10 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto.sampling import Dry, Sampling, SequenceRules
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import PromptChunk
+from millrace_router.scheduler.block_ledger import Seals
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.step_result import result_from_pb
-from millrace_router.shards.wire import parameters_to_pb, plan_to_pb
+from millrace_router.shards.wire import open_to_pb, parameters_to_pb, plan_to_pb, stored_from_pb
 
 COUNTS = st.lists(st.integers(0, 3), max_size=6) | st.lists(st.just(1), max_size=6)
 
@@ -144,6 +145,27 @@ def read(request: ValidRequest) -> Sampling:
     """What a shard reads of what the router writes."""
     message = parameters_to_pb(request)
     return Sampling.from_pb(pb.NextTokenChooserParameters.FromString(message.SerializeToString()))
+
+
+def test_seals_are_columns_next_to_the_changes() -> None:
+    seals = Seals(unsealed=[9], sealed={4: b"k" * 32, 7: b"l" * 32})
+    change = plan_to_pb(StepPlan(decodes=[2], seals=seals), epoch=1, number=1).decode.change
+    assert list(change.unsealed_blocks) == [9]
+    assert list(change.sealed_blocks) == [4, 7]
+    assert list(change.sealed_keys) == [b"k" * 32, b"l" * 32]
+
+
+def test_a_directory_is_read_by_block() -> None:
+    largest = (1 << 64) - 1
+    columns = {"blocks": [4, 6], "owners": [0, largest], "generations": [largest, 2]}
+    message = pb.BlocksResponse(life=largest, keys=[b"k" * 32, b""], **columns)
+    stored = stored_from_pb(message)
+    assert stored.life == largest
+    assert stored.blocks == {4: (0, largest, b"k" * 32), 6: (largest, 2, b"")}
+
+
+def test_an_epoch_has_the_life_of_its_blocks() -> None:
+    assert [open_to_pb(3, life).open.life for life in (0, 1 << 63)] == [0, 1 << 63]
 
 
 def test_every_parameter_arrives() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from structlog.testing import capture_logs
 
 from millrace_router.access.keys import ApiKeys
 from millrace_router.config import RouterConfig
+from millrace_router.engine import calibration
 from millrace_router.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -44,7 +46,8 @@ from millrace_router.shards.wire import Capacity
 from millrace_router.start import traces
 from millrace_router.start.adapters import OpenAdapters, open_adapters
 from millrace_router.start.engine import new_engine
-from millrace_router.start.files import sampling_defaults, tool_format
+from millrace_router.start.files import sampling_defaults, tool_format, warn_without_tools
+from millrace_router.start.learned import Learned
 from millrace_router.start.running import measure_steps, metrics_of, services_of, start
 from millrace_router.start.shards import (
     RouterDeployment,
@@ -79,7 +82,7 @@ def config_with(**values: Any) -> RouterConfig:
     return RouterConfig(**{"model_folder": Path("/nowhere"), **values})
 
 
-def capacity_with(**values: int) -> Capacity:
+def capacity_with(**values: Any) -> Capacity:
     defaults = {
         "num_blocks": 11,
         "max_batch_total_tokens": 5000,
@@ -149,7 +152,7 @@ def test_a_step_may_be_shorter_than_the_longest_prompt() -> None:
         ({"max_batch_prefill_tokens": 9000}, 300, 100_000, 9000, 9000),
     ],
 )
-def test_prefill_tokens_are_what_was_given_or_what_fits(
+def test_prefill_tokens_follow_the_flag_or_the_capacity(
     given: dict[str, int], positions: int, measured: int, at_warmup: int, resolved: int
 ) -> None:
     config, info = config_with(**given), replace(INFO, max_position_embeddings=positions)
@@ -159,24 +162,27 @@ def test_prefill_tokens_are_what_was_given_or_what_fits(
 
 
 @pytest.mark.parametrize(
-    ("source", "asked", "warns"),
+    ("source", "asked", "warning"),
     [
-        ("{{ tools }}", "auto", True),
-        ("{{ tools }}", "hermes", False),
-        ("{{ tools }}<tool_call>", "auto", False),
-        ("no tools", "auto", False),
+        ("{{ tools }}", "auto", "--tool-call-parser"),
+        ("{{ tools }}", "hermes", None),
+        ("{{ tools }}<tool_call>", "auto", None),
+        ("nothing of it", "auto", "no place for tools"),
+        ("nothing of it", "hermes", "no place for tools"),
+        (None, "auto", None),
     ],
 )
-def test_an_unknown_form_of_calls_is_a_warning_that_names_the_flag(
-    source: str, asked: str, warns: bool
+def test_a_template_of_which_calls_are_not_known_is_a_warning_at_the_start(
+    source: str | None, asked: str, warning: str | None
 ) -> None:
     template = ChatTemplate(source, special_tokens={})
     with capture_logs() as logs:
         tool_format(config_with(tool_call_parser=asked), template, word_tokenizer())
-    assert ["--tool-call-parser" in line["event"] for line in logs] == [True] * warns
+        warn_without_tools(template)
+    assert [str(warning) in line["event"] for line in logs] == [True] * (warning is not None)
 
 
-async def test_what_is_resolved_is_what_is_used() -> None:
+async def test_resolved_settings_are_the_ones_in_use() -> None:
     config, capacity = config_with(), capacity_with(max_batch_total_tokens=250)
     info = replace(INFO, max_position_embeddings=100_000, vocab_size=77)
     check_capacity(config, capacity)
@@ -184,7 +190,12 @@ async def test_what_is_resolved_is_what_is_used() -> None:
     deployment = RouterDeployment(config=config, info=info, capacity=capacity)
     cost, metrics = CostModel(), metrics_of(deployment)
     engine = new_engine(
-        deployment, channel, tokenizer, metrics, cost=cost, launcher=LauncherChannel(None)
+        deployment,
+        channel,
+        tokenizer,
+        metrics,
+        learned=Learned(cost),
+        launcher=LauncherChannel(None),
     )
     services = services_of(
         deployment,
@@ -209,6 +220,27 @@ async def test_a_folder_without_a_tokenizer_ends_the_start() -> None:
         await start(config_with())
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "/tokenizer.json does not exist"),
+        (("--api-key-file=no-keys",), "no-keys"),
+        (("--ssl-certfile=no-cert",), "HTTPS needs --ssl-keyfile too"),
+        (("--max-batch-size=0",), "`max_batch_size` must be > 0"),
+    ],
+)
+def test_what_flags_and_files_decide_is_refused_without_a_shard_and_before_anything_is_written(
+    flags: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal"
+    arguments = (f"--tokenizer-name={tmp_path}", f"--journal={journal}", *flags)
+    command = (sys.executable, "-m", "millrace_router", *arguments)
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert message in refused.stdout
+    assert not journal.exists()
+
+
 async def test_shards_that_go_while_steps_are_measured_do_not_keep_the_port_closed(
     tmp_path: Path,
 ) -> None:
@@ -225,6 +257,42 @@ async def test_shards_that_go_while_steps_are_measured_do_not_keep_the_port_clos
     assert "cannot measure steps" in logs[-1]["event"]
     await channel.close()
     tokenizer.close()
+
+
+async def test_a_slow_machine_measures_as_many_steps_as_the_first_prediction_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "SECONDS", -1.0)
+    address, tokenizer, cost = f"unix:{tmp_path}/shard", tiny_tokenizer(), CostModel()
+    channel = StepChannel(ShardGroup([address]))
+    config = config_with(shard_addresses=(address,), max_batch_prefill_tokens=16)
+    with serve_fake_shard(address, FakeShard()):
+        deployment = await warm_up(config, channel.group)
+        await measure_steps(
+            deployment, channel, tokenizer, cost=cost, launcher=LauncherChannel(None)
+        )
+        await channel.close()
+    tokenizer.close()
+    assert cost.is_known
+
+
+async def test_a_router_that_finds_no_socket_has_the_shards_restarted(tmp_path: Path) -> None:
+    address, ranks = f"unix:{tmp_path}/shard", ExitStack()
+    channel = StepChannel(ShardGroup([address]))
+    config = config_with(shard_addresses=(address,), max_batch_prefill_tokens=16, step_timeout=0.05)
+    reasons = []
+
+    def restart(reason: str) -> None:
+        reasons.append(reason)
+        if len(reasons) == 2:
+            ranks.enter_context(serve_fake_shard(address, FakeShard()))
+
+    with ranks:
+        async with asyncio.timeout(SECONDS):
+            deployment = await warm_up(config, channel.group, restart)
+        await channel.close()
+    assert deployment.capacity.num_blocks
+    assert reasons[:2] == ["the shards cannot be reached at their sockets"] * 2
 
 
 def test_defaults_of_a_model_are_read_unless_a_flag_forbids() -> None:
@@ -245,7 +313,7 @@ def config_of(protocol: str | None = None, endpoint: str | None = "http://c") ->
 
 
 @pytest.mark.parametrize("protocol", MODULES)
-def test_what_is_installed_is_enough(protocol: str) -> None:
+def test_the_installed_packages_are_enough_for_traces(protocol: str) -> None:
     check_traces(config_of(protocol))
 
 
@@ -286,7 +354,7 @@ CAPACITY = Capacity(
         ("cuda", 2, "2-nvidia-h100", True, "2-nvidia-h100"),
     ],
 )
-def test_answers_name_what_computes(
+def test_answers_name_the_compute_type(
     device: str,
     num_shard: int,
     variable: str | None,
@@ -322,7 +390,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "find_spec", lambda _: object())
 
 
-def test_without_the_flag_nothing_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_events_need_no_package_without_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "find_spec", lambda _: None)
     check_kv_events(config())
     assert open_kv_events(config(), block_size=16) is None
@@ -347,7 +415,7 @@ def test_loopback_and_sockets_of_this_host_are_allowed(address: str) -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("flag", ["kv_events", "kv_events_replay"])
 @pytest.mark.parametrize("address", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557"])
-def test_other_hosts_only_if_asked(flag: str, address: str) -> None:
+def test_events_are_published_to_other_hosts_only_with_a_flag(flag: str, address: str) -> None:
     flags = {"kv_events": "tcp://127.0.0.1:5557", flag: address}
     name = "--" + flag.replace("_", "-")
     assert refusal(**flags) == (
@@ -385,7 +453,7 @@ async def test_an_address_in_use_ends_the_start() -> None:
             open_kv_events(config(kv_events=f"tcp://127.0.0.1:{port}"), block_size=16)
 
 
-async def test_what_a_turn_of_the_loop_records_is_one_batch() -> None:
+async def test_events_of_one_turn_of_the_loop_are_one_batch() -> None:
     zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
     pytest.importorskip("msgpack", reason="msgpack is not installed")
     events = open_kv_events(
@@ -446,7 +514,7 @@ async def opened(tmp_path: Path, **options: Any) -> AsyncIterator[OpenAdapters]:
     try:
         yield adapters
     finally:
-        await adapters.close()
+        await adapters.fetcher.close()
 
 
 async def test_adapters_of_all_flags_are_registered(tmp_path: Path) -> None:
@@ -483,7 +551,7 @@ async def hub_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         yield hub
 
 
-async def test_the_last_version_of_a_hub_that_is_down_at_a_restart(
+async def test_a_restart_while_the_hub_is_down_uses_the_last_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags: dict[str, Any] = {"lora_modules": "a=org/a", "adapter_allow": "hub:org/*"}
@@ -513,7 +581,7 @@ async def test_the_last_version_of_a_hub_that_is_down_at_a_restart(
                 pass
 
 
-async def test_folders_below_the_root_and_nothing_else(tmp_path: Path) -> None:
+async def test_only_folders_below_the_root_can_be_named(tmp_path: Path) -> None:
     root = tmp_path / "root"
     write_peft(root / "mine")
     outside = write_peft(tmp_path / "outside")
@@ -574,7 +642,7 @@ async def test_failed_starts_name_the_cause(
         await open_adapters(deployment, metrics_of(deployment))
 
 
-async def test_without_adapters_there_is_nothing(tmp_path: Path) -> None:
+async def test_a_server_without_adapters_creates_no_cache(tmp_path: Path) -> None:
     deployment = deployment_of(tmp_path, lora=False)
     assert await open_adapters(deployment, metrics_of(deployment)) is None
     assert not (tmp_path / "cache").exists()
@@ -599,9 +667,11 @@ def journal_config(folder: Path, **values: Any) -> RouterConfig:
     )
 
 
-async def serve(folder: Path, **values: Any) -> tuple[str, list[int]]:
+ASKED = ValidRequest(input_ids=(5, 6, 7), max_new_tokens=6, ignore_eos=True)
+
+
+async def serve(folder: Path, asked: ValidRequest = ASKED, **values: Any) -> tuple[str, list[int]]:
     """Serve one request by a complete router; returns /metrics and the tokens."""
-    asked = ValidRequest(input_ids=(5, 6, 7), max_new_tokens=6, ignore_eos=True)
     with serve_fake_shard(f"unix:{folder}/shard", FakeShard(num_blocks=600, max_batch_size=256)):
         running = await start(journal_config(folder, **values))
         try:
@@ -619,7 +689,7 @@ def told(folder: Path) -> tuple[Epoch, list[Any]]:
     return epoch, events
 
 
-async def test_it_records_what_it_serves_and_not_what_it_measures(folder: Path) -> None:
+async def test_the_journal_records_served_requests_and_no_calibration(folder: Path) -> None:
     dropped, ids = await serve(folder, journal_tokens=True, max_batch_size=7, fairness="tenant")
     assert dropped == "True 0.0"
     assert ids == continuation([5, 6, 7], 6)
@@ -644,6 +714,25 @@ async def test_it_records_what_it_serves_and_not_what_it_measures(folder: Path) 
     assert head.settings["prefix_caching"] == "on"
 
 
+async def test_an_end_token_of_the_chosen_tokenizer_config_ends_answers(folder: Path) -> None:
+    answer = continuation([5, 6, 7], 6)
+    end = next(id_ for id_ in answer if id_ != answer[0])
+    text = tiny_tokenizer()._rust.id_to_token(end)
+    chosen = folder / "chosen.json"
+    chosen.write_text(json.dumps({"eos_token": {"content": text}}))
+    asked = replace(ASKED, ignore_eos=False, min_new_tokens=1, stop_token_ids=(3,))
+    _, ids = await serve(folder, asked, tokenizer_config_path=chosen, journal_tokens=True)
+    assert ids == answer[: answer.index(end) + 1]
+    _, events = told(folder)
+    (sent,) = [
+        sequence
+        for event in events
+        if isinstance(event, Sent)
+        for sequence in event.message.prefill.change.admitted
+    ]
+    assert list(sent.parameters.stop_ids) == [3, end]
+
+
 async def test_token_ids_are_recorded_only_when_they_are_wanted(folder: Path) -> None:
     _, ids = await serve(folder)
     epoch, events = told(folder)
@@ -661,7 +750,7 @@ async def test_each_life_of_the_router_begins_a_file(folder: Path) -> None:
     assert len(lives) == 2
 
 
-async def test_it_does_not_start_where_it_cannot_write(folder: Path) -> None:
+async def test_a_router_that_cannot_write_its_journal_does_not_start(folder: Path) -> None:
     (folder / "journal").write_text("a file")
     with pytest.raises(StartupError, match="cannot keep a journal"):
         await start(journal_config(folder))

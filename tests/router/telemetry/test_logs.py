@@ -92,7 +92,7 @@ def test_lesser_lines_are_left_out() -> None:
     assert output.getvalue() == b""
 
 
-async def test_a_request_that_was_given_up_has_its_line() -> None:
+async def test_a_request_that_its_client_left_has_its_line() -> None:
     output = io.BytesIO()
     with logging_to(output):
         async with serving(None) as edge:
@@ -217,7 +217,7 @@ def opened(path: Path, *, max_bytes: int = 0) -> Iterator[RequestFile]:
         file.close()
 
 
-async def test_it_has_the_lines_of_the_log(path: Path) -> None:
+async def test_the_request_file_has_the_lines_of_the_log(path: Path) -> None:
     output = io.BytesIO()
     log = RequestLog(RequestFile(path, max_bytes=0), Counter())
     with logging_to(output, level="info"):
@@ -249,7 +249,7 @@ async def test_lines_do_not_depend_on_the_level_of_the_log(path: Path) -> None:
     assert len(lines_of(path)) == 1
 
 
-def test_only_its_user_may_read_it(path: Path) -> None:
+def test_only_its_user_may_read_the_request_file(path: Path) -> None:
     with opened(path, max_bytes=4) as file:
         write(file, "1", "2")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -274,7 +274,7 @@ def test_full_files_are_set_aside_and_the_oldest_goes(path: Path) -> None:
     assert len(list(path.parent.iterdir())) == NUM_FULL_FILES + 1
 
 
-def test_a_file_that_another_moves_away_is_left_alone(path: Path) -> None:
+def test_a_file_that_another_process_moved_is_not_written(path: Path) -> None:
     with opened(path) as file:
         write(file, "1")
         path.rename(path.with_name("moved"))
@@ -297,7 +297,7 @@ def test_a_file_that_another_empties_is_filled_from_its_beginning(path: Path) ->
     assert path.read_text() == "3\n"
 
 
-def test_a_full_disk_costs_only_lines(path: Path) -> None:
+def test_a_full_disk_loses_only_lines(path: Path) -> None:
     output = io.BytesIO()
     path.symlink_to("/dev/full")
     with logging_to(output), opened(path) as file:
@@ -311,7 +311,9 @@ def test_a_full_disk_costs_only_lines(path: Path) -> None:
     assert told == ["the request log cannot be written", "the request log is written again"]
 
 
-def test_half_a_line_spoils_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_line_does_not_damage_other_lines(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with logging_to(io.BytesIO()), opened(path) as file:
         write(file, "1")
         with monkeypatch.context() as patched:
@@ -327,7 +329,7 @@ def test_half_a_line_spoils_no_other(path: Path, monkeypatch: pytest.MonkeyPatch
     assert file.num_lost == 1
 
 
-def test_a_folder_that_goes_away_costs_only_lines(path: Path) -> None:
+def test_a_removed_folder_loses_only_lines(path: Path) -> None:
     folder = path.parent / "logs"
     folder.mkdir()
     with logging_to(io.BytesIO()), opened(folder / "requests.log") as file:

@@ -90,7 +90,7 @@ def test_every_name_and_type_is_tgis() -> None:
         ), line
 
 
-def test_the_clients_own_parser_reads_it_back() -> None:
+def test_the_parser_of_prometheus_reads_the_metrics_back() -> None:
     metrics = new_metrics()
     touch_all(metrics)
     metrics.request_generated_tokens.observe(1e9)
@@ -122,6 +122,7 @@ def test_series_for_alerts_exist_from_the_start() -> None:
         ),
         "millrace_recovering 0",
         "millrace_requests_replayed_total 0",
+        "millrace_tokens_recomputed_total 0",
         "millrace_requests_quarantined_total 0",
         "millrace_recovery_duration_sum 2",
     ):
@@ -249,7 +250,7 @@ def test_the_rate_is_that_of_the_last_ten_to_twenty_seconds() -> None:
         assert rate() == per_second
 
 
-async def test_only_who_asks_gets_it() -> None:
+async def test_only_clients_that_request_it_get_the_load_report() -> None:
     async with serving() as edge:
         for path in ("/generate", "/generate_stream"):
             _, _, silent = await edge.post(path, ASKED)
@@ -314,7 +315,7 @@ def test_the_rate_covers_the_time_since_the_last_reading() -> None:
     assert window.tokens_per_second == pytest.approx(10.0)
 
 
-def test_two_who_ask_at_once_see_the_same() -> None:
+def test_two_readers_at_once_see_the_same_window() -> None:
     metrics, clock, recent = started()
     for _ in range(10):
         clock.now += 2.0

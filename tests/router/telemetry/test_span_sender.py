@@ -127,6 +127,22 @@ async def test_a_process_that_ends_is_started_again(
     await sender.close()
 
 
+async def test_the_process_gets_no_key_of_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for name in ("API_KEY", "ADMIN_KEY", "OTEL_EXPORTER_OTLP_HEADERS"):
+        monkeypatch.setenv(name, "secret")
+    program = f"import os; open({str(pipe)!r}, 'w').write(' '.join(os.environ))"
+    sender = SpanSender({}, command=(sys.executable, "-c", program))
+    names = (await asyncio.wait_for(asyncio.to_thread(pipe.read_text), SECONDS)).split()
+    assert {"PATH", "OTEL_EXPORTER_OTLP_HEADERS"} <= set(names)
+    assert not {"API_KEY", "ADMIN_KEY"} & set(names)
+    sender._running.cancel()
+    await sender.close()
+
+
 async def test_spans_that_do_not_fit_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_sender, "MAX_WAITING_LINES", 2)
     sender = SpanSender({}, command=("/nowhere",))

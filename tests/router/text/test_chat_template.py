@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from millrace_router.errors import TemplateError
-from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.chat_template import MAX_RENDERS, ChatTemplate
 from millrace_router.text.model_files import ModelFiles
 from millrace_router.tool_calls.formats.registry import format_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice
@@ -120,7 +120,7 @@ def test_an_assistant_that_spoke_last_goes_on(source: str, expected: str) -> Non
     assert render(source, [USER, BOT]) == expected
 
 
-def test_going_on_finds_words_that_the_template_repeats() -> None:
+def test_a_continuation_handles_words_that_the_template_repeats() -> None:
     source = "{{ messages[-1].content }}|{{ messages[-1].content }} e</e>"
     assert render(source, [USER, {"role": "assistant", "content": "e"}]) == "e|e"
     assert render(CHATML, [USER, {"role": "assistant", "content": "<|im_end|>"}]).endswith(
@@ -162,7 +162,7 @@ def test_strftime_now_gives_local_time() -> None:
     assert rendered in {before, datetime.now().astimezone().strftime(pattern)}
 
 
-def test_tojson_is_plain_json_in_the_order_given() -> None:
+def test_tojson_is_plain_json_in_the_original_order() -> None:
     tools = [
         {"type": "function", "function": {"name": "naïve", "description": "<b> & 'q'", "a": 1.5}}
     ]
@@ -204,7 +204,7 @@ def test_variables_reach_the_template_but_hide_nothing() -> None:
         "{{ messages[0].content + 1 }}",
     ],
 )
-def test_whatever_goes_wrong_inside_is_a_template_error(source: str) -> None:
+def test_any_failure_inside_a_template_is_a_template_error(source: str) -> None:
     with pytest.raises(TemplateError):
         render(source, [USER])
 
@@ -247,7 +247,24 @@ async def test_a_large_conversation_is_rendered_in_another_thread() -> None:
     assert (seen[0] == threading.get_ident(), seen[1] == threading.get_ident()) == (True, False)
 
 
-async def test_a_render_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_large_conversations_are_rendered_at_a_time() -> None:
+    threads: set[int] = set()
+
+    class Recording(ChatTemplate):
+        def render(self, *args: Any, **options: Any) -> str:
+            threads.add(threading.get_ident())
+            return super().render(*args, **options)
+
+    template, large = (
+        Recording(CHATML, special_tokens={}),
+        {"role": "user", "content": "x" * 50_000},
+    )
+    await asyncio.gather(*(template.render_async([large]) for _ in range(8 * MAX_RENDERS)))
+    assert threading.get_ident() not in threads
+    assert len(threads) <= MAX_RENDERS
+
+
+async def test_a_render_that_takes_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     class Stuck(ChatTemplate):
@@ -261,6 +278,45 @@ async def test_a_render_that_takes_too_long_is_given_up(monkeypatch: pytest.Monk
             await Stuck(CHATML, special_tokens={}).render_async([{"content": "x" * 50_000}])
     finally:
         released.set()
+
+
+# They end after some seconds where nothing stops them.
+LOOPS = {
+    "loop": "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}",
+    "condition": "{% for a in range(2000) %}{% for b in range(2000) if false %}{% endfor %}{% endfor %}",
+    "recursive": "{% for a in [6] recursive %}{% if a %}{{ loop([a - 1] * 9) }}{% endif %}{% endfor %}",
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(20) }}",
+}
+
+
+@pytest.mark.parametrize("source", LOOPS.values(), ids=LOOPS.keys())
+async def test_a_template_that_does_not_end_leaves_the_event_loop_and_is_stopped(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace_router.text.chat_template._MAX_TURNS", 100_000)
+    threads: list[int] = []
+
+    class Recording(ChatTemplate):
+        def render(self, *args: Any, **options: Any) -> str:
+            threads.append(threading.get_ident())
+            return super().render(*args, **options)
+
+    with pytest.raises(TemplateError, match="does not come to an end"):
+        await Recording(source, special_tokens={}).render_async([USER])
+    assert len(set(threads)) == len(threads) == 2
+    assert threads[0] == threading.get_ident()
+
+
+async def test_a_template_with_a_long_loop_is_rendered_whole() -> None:
+    source = "{% for a in range(50000) %}a{% endfor %}"
+    assert await ChatTemplate(source, special_tokens={}).render_async([USER]) == "a" * 50_000
+
+
+@pytest.mark.parametrize("expression", ["10 ** (10 ** 9)", "'a' * 10 ** 9", "9 * 10 ** 8 * [0]"])
+def test_a_template_cannot_make_a_value_larger_than_any_prompt(expression: str) -> None:
+    with pytest.raises(TemplateError, match="too large"):
+        render(f"{{{{ {expression} }}}}", [USER])
+    assert render("{{ 2 ** 10 * 3 }}{{ 'ab' * 2 }}", [USER]) == "3072abab"
 
 
 Message = dict[str, Any]
@@ -431,7 +487,7 @@ PARTS = [{"type": "text", "text": " one"}, {"type": "text", "text": "two "}]
 
 
 @pytest.mark.parametrize("name", ["mistral-v13", "gemma-3", "smol-vlm"])
-def test_parts_are_given_to_templates_that_loop_over_them(name: str) -> None:
+def test_templates_that_loop_over_parts_get_them(name: str) -> None:
     model = MODELS[name]
     rendered, _ = render_jinja_template(
         [[{"role": "user", "content": PARTS}]],
@@ -450,7 +506,7 @@ def test_parts_are_put_together_for_the_others(name: str) -> None:
     assert in_parts == template(name).render([SYSTEM_TURN, {"role": "user", "content": " onetwo "}])
 
 
-def test_parts_are_found_behind_names_and_macros() -> None:
+def test_loops_over_parts_are_recognised_through_names_and_macros() -> None:
     def loops(source: str) -> bool:
         prompt = ChatTemplate(source, special_tokens={}).render(
             [{"role": "user", "content": PARTS}]
@@ -487,7 +543,7 @@ def test_calls_are_text_for_templates_that_know_none() -> None:
     assert '<|im_start|>assistant\nI look.\n[{"id":"abcdefgh1"' in with_words
 
 
-def test_ids_are_made_short_where_only_short_ones_are_taken() -> None:
+def test_call_ids_are_shortened_where_only_short_ones_are_accepted() -> None:
     long = [
         USER_TURN,
         turn_of(call("call_0123456789", "Rome")),
@@ -536,11 +592,11 @@ def test_results_have_the_name_of_their_function() -> None:
     ("given", "seen"),
     [
         ('{"a": [1.5]}', {"a": [1.5]}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}),
-        ("[1]", "[1]"), ('{"a": ', '{"a": '), ("text", "text"),
+        ("[1]", {"arguments": [1]}), ('{"a": ', {}), ('{"a": "b', {"a": "b"}), ("text", {"arguments": "text"}),
     ],
     ids=str,
 )  # fmt: skip
-def test_arguments_are_an_object_if_they_can_be(given: object, seen: object) -> None:
+def test_arguments_are_an_object_even_if_a_call_was_cut(given: object, seen: object) -> None:
     called = {"id": "x", "function": {"name": "f", "arguments": given}}
     message = shown(turn_of(called), source="{% if messages[0].tool_calls %}{% endif %}")
     assert message["tool_calls"] == [
@@ -634,7 +690,7 @@ def turn(arguments: object, id_: str = "call_1") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RENDERING)
-def test_a_call_in_a_prompt_is_the_call_that_the_parser_finds(name: str) -> None:
+def test_the_parser_reads_the_calls_that_a_template_renders(name: str) -> None:
     source = published.template(name)
     rendered = ChatTemplate(source, special_tokens={}).render(
         [WEATHER_QUESTION, turn(json.dumps(ARGUMENTS))],

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_router.text.byte_decoder import ByteDecoder
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.stopping import StopMatcher, StopTrimmer
-from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.text.tokenizer import Tokenizer, byte_decoder
 from millrace_testing.text.texts import (
     CORPUS,
     KINDS,
@@ -164,9 +163,9 @@ def test_added_tokens_read_as_the_rust_decoder_reads_them() -> None:
 
 
 def test_unknown_decoders_are_read_through_a_window() -> None:
-    assert ByteDecoder.of(RustTokenizer(models.BPE())) is None
+    assert byte_decoder(RustTokenizer(models.BPE())) is None
     rust = byte_level()
-    assert ByteDecoder.of(rust) is not None
+    assert byte_decoder(rust) is not None
     for decoder in (
         decoders.WordPiece(),
         decoders.BPEDecoder(),
@@ -174,7 +173,7 @@ def test_unknown_decoders_are_read_through_a_window() -> None:
         decoders.Strip(" ", 1, 0),
     ):
         rust.decoder = decoder
-        assert ByteDecoder.of(rust) is None
+        assert byte_decoder(rust) is None
 
 
 @settings(deadline=None, max_examples=100)
@@ -379,7 +378,7 @@ class Counting:
 @pytest.mark.parametrize("length", [100, 4000])
 @pytest.mark.parametrize("content", ["text", "nothing", "one-byte", "specials"])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_each_token_costs_a_few_decoded_ones_however_many_there_were(
+def test_the_work_for_a_token_does_not_grow_with_the_number_of_tokens(
     kind: str, content: str, length: int
 ) -> None:
     """Tokens without text, and bytes that never become a character, must not pile up either."""
@@ -417,7 +416,7 @@ def naive(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 @settings(deadline=None, max_examples=250)
 @given(pieces=PIECES, stops=STOPS)
-def test_matcher_finds_what_a_search_of_the_whole_text_finds(
+def test_the_stop_matcher_agrees_with_a_search_of_the_whole_text(
     pieces: list[str], stops: list[str]
 ) -> None:
     matcher = StopMatcher(stops)
@@ -445,7 +444,9 @@ def test_trimmer_cuts_where_a_search_of_the_whole_text_would(
 
 @settings(deadline=None, max_examples=150)
 @given(pieces=PIECES, stops=STOPS.filter(bool))
-def test_trimmer_holds_back_only_what_may_begin_a_stop(pieces: list[str], stops: list[str]) -> None:
+def test_the_trimmer_holds_back_only_possible_beginnings_of_a_stop(
+    pieces: list[str], stops: list[str]
+) -> None:
     trimmer = StopTrimmer(stops)
     text = shown = ""
     for piece in pieces:
@@ -483,7 +484,7 @@ class Counted(str):
         return super().__getitem__(key)
 
 
-def test_holding_back_costs_a_few_steps_a_character() -> None:
+def test_holding_back_takes_a_few_steps_a_character() -> None:
     """Text that always ends with a prefix of a long stop sequence, whose prefixes all end with shorter ones."""
     trimmer = StopTrimmer(["a" * 4000 + "b"])
     (beginning,) = trimmer._beginnings
@@ -511,7 +512,7 @@ def test_regex_characters_and_line_ends_are_literal() -> None:
     assert StopMatcher(["a+"]).push("aaa a+ b") == "a+"
 
 
-def test_a_stop_inside_a_token_and_one_across_tokens() -> None:
+def test_stops_inside_a_token_and_across_tokens_are_matched() -> None:
     assert StopMatcher(["User:"]).push("\nUser: hello") == "User:"
     matcher = StopMatcher(["User:"])
     assert [matcher.push(part) for part in ("Us", "", "er", ": hi")] == [None, None, None, "User:"]

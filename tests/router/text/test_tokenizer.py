@@ -10,11 +10,12 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_router.config import RouterConfig
@@ -23,6 +24,7 @@ from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
 from millrace_router.text.model_files import ModelFiles, ModelFilesError, find_snapshot
 from millrace_router.text.tokenizer import (
+    LONG_CHARS,
     NFC_SHRINKS,
     SEPARATOR,
     Tokenizer,
@@ -47,6 +49,24 @@ def test_encodes_as_the_rust_tokenizer_does(kind: str) -> None:
     one = Tokenizer(rust)
     for line in CORPUS[:6]:
         assert one.encode(line) == tuple(rust.encode(line).ids)
+    one.close()
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: object, **__: object) -> str:
+        return decoders.Strip("a", 0, 5).decode(["a"])
+
+    one = Tokenizer(KINDS["byte_level"]())
+    methods = dict.fromkeys(("encode_batch", "encode_batch_fast", "decode"), panic)
+    monkeypatch.setattr(one, "_rust", SimpleNamespace(**methods))
+    for call in (
+        lambda: one.encode("a"),
+        lambda: one.encode_with_offsets("a"),
+        lambda: one.encode_with_starts("a"),
+        lambda: one.decode([1], skip_special_tokens=True),
+    ):
+        with pytest.raises(TokenizerError, match="index out of bounds"):
+            call()
     one.close()
 
 
@@ -126,7 +146,7 @@ def test_token_text_keeps_its_leading_space(kind: str) -> None:
     assert one.token_text(10**6) == ""
 
 
-def test_special_tokens_are_added_only_if_asked() -> None:
+def test_special_tokens_are_added_unless_switched_off() -> None:
     from tokenizers.processors import TemplateProcessing
 
     rust = byte_fallback()
@@ -152,6 +172,24 @@ async def test_encode_async_uses_a_bounded_number_of_other_threads() -> None:
         with pytest.raises(TokenizerError):
             await one.encode_async("\ud800")
     finally:
+        one.close()
+
+
+async def test_long_texts_do_not_delay_short_ones() -> None:
+    one = Tokenizer(byte_level(), validation_workers=1)
+    gate = threading.Event()
+    try:
+        long = asyncio.create_task(one.in_thread(gate.wait, num_chars=LONG_CHARS + 1))
+        async with asyncio.timeout(30.0):
+            assert await one.encode_async(CORPUS[0]) == one.encode(CORPUS[0])
+            behind = asyncio.create_task(one.encode_async("a" * (LONG_CHARS + 1)))
+            assert await one.encode_async(CORPUS[0]) == one.encode(CORPUS[0])
+        assert not behind.done()
+        gate.set()
+        assert await long
+        assert len(await behind)
+    finally:
+        gate.set()
         one.close()
 
 
@@ -306,7 +344,7 @@ def test_where_a_token_may_stand_for_any_text_nothing_is_promised(
     assert longest_token(rust) is None
 
 
-def test_composing_shrinks_no_text_by_more() -> None:
+def test_composition_shrinks_no_text_by_more_than_the_bound() -> None:
     """Texts that compose to one character have its decomposition."""
     longest_source: dict[str, int] = defaultdict(int)
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
@@ -328,7 +366,7 @@ TEXTS = st.text("ab\n🙂", max_size=4)
 @given(texts=st.lists(TEXTS, max_size=8), part=st.text("ab\n🙂", min_size=1, max_size=3))
 @example(texts=["ab", "ba", "", "aa"], part="a")
 @example(texts=["a", "b"], part="ab")
-def test_each_token_with_the_part_is_found_once(texts: list[str], part: str) -> None:
+def test_each_token_with_the_part_is_listed_once(texts: list[str], part: str) -> None:
     tokens = list(TokenTexts(texts).having(part))
     assert tokens == [index for index, text in enumerate(texts) if part in text]
 
@@ -411,7 +449,7 @@ NAMED = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": 
     ],
     ids=str,
 )
-def test_named_templates(
+def test_named_templates_are_read(
     tmp_path: Path, template: object, expected: tuple[str | None, str | None]
 ) -> None:
     write(tmp_path, "tokenizer_config.json", {"chat_template": template})
@@ -476,7 +514,9 @@ def cache(tmp_path: Path) -> Path:
     ("revision", "commit"),
     [(None, COMMIT), ("main", COMMIT), ("refs/pr/1", OTHER), (OTHER, OTHER)],
 )
-def test_a_snapshot_is_found(cache: Path, revision: str | None, commit: str) -> None:
+def test_the_snapshot_of_a_revision_is_located(
+    cache: Path, revision: str | None, commit: str
+) -> None:
     folder = find_snapshot("org/model", revision=revision, cache=cache)
     assert folder == cache / "models--org--model" / "snapshots" / commit
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -24,7 +26,8 @@ from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
 from millrace_testing.engines.grammars import lark, mask_of
-from millrace_testing.text.written_calls import TEMPLATES, WRITERS
+from millrace_testing.text.written_calls import TEMPLATES, WRITERS, Answer
+from millrace_testing.text.written_calls import read as read_calls
 
 WEATHER = Tool(
     "weather",
@@ -51,6 +54,7 @@ WEATHER = Tool(
 )
 NOW = Tool("get-now_2", None, {"type": "object", "properties": {}}, strict=False)
 TOOLS = [WEATHER, NOW]
+LOOSE = [replace(WEATHER, strict=False), NOW]
 AUTO, REQUIRED, NAMED = ToolChoice("auto"), ToolChoice("required"), ToolChoice("named", "weather")
 CHOICES = [AUTO, REQUIRED, NAMED, ToolChoice("auto", parallel=False)]
 EOS = 0
@@ -80,22 +84,8 @@ def read(
     call_format: CallFormat, pieces: Iterable[str], choice: ToolChoice = AUTO
 ) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of an answer."""
-    parser = call_format.parser(TOOLS, choice)
-    text = ""
-    calls: list[tuple[str, str]] = []
-    ids: list[str] = []
-    for parsed in [*(parser.push(piece) for piece in pieces), parser.finish(), parser.finish()]:
-        text += parsed.text
-        for delta in parsed.calls:
-            if delta.id is not None:
-                assert delta.name is not None
-                assert delta.index == len(calls)
-                calls.append((delta.name, ""))
-                ids.append(delta.id)
-            assert delta.index == len(calls) - 1
-            calls[-1] = calls[-1][0], calls[-1][1] + delta.arguments
-    assert len(set(ids)) == len(ids)
-    return text, calls
+    answer = read_calls(call_format.parser(TOOLS, choice), pieces)
+    return answer.text, answer.calls
 
 
 def test_every_format_is_tested() -> None:
@@ -111,7 +101,8 @@ ARGUMENTS = st.fixed_dictionaries(
         "unit": st.sampled_from("CF"),
         "days": st.integers(0, 99),
         "sure": st.booleans(),
-        "note": st.none() | WORDS.filter(lambda text: text != "null"),
+        # Models that write texts without quotes write these words where there is none.
+        "note": st.none() | WORDS.filter(lambda text: text not in {"null", "None"}),
         "tags": st.lists(WORDS, max_size=2),
         "near": st.fixed_dictionaries({"x": st.floats(-9, 9)}, optional={"y": st.booleans()}),
     },
@@ -184,15 +175,87 @@ def test_a_cut_answer_begins_the_same_calls(name: str, calls: list[Any], length:
         assert expected.startswith(arguments)
 
 
+PARIS = ("weather", {"city": "Paris"})
+OBJECT = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
+NOW_OBJECT = json.dumps({"name": "get-now_2", "parameters": {}})
+UNTAGGED = {
+    "bare": OBJECT,
+    "over lines": json.dumps(json.loads(OBJECT), indent=2),
+    "a list of one": f"[{OBJECT}]",
+    "a list": f"[{OBJECT}, {NOW_OBJECT}]",
+    "in a fence": f"```json\n{OBJECT}\n```",
+    "a list in a fence": f"\n```\n[\n{OBJECT},\n{NOW_OBJECT}\n]\n```\n",
+    "in other tags": f"<tools>\n{OBJECT}\n</tools>",
+}
+BARE_FORMATS = {"llama", "json"}
+"""Formats whose calls have no tags: they take several, and text around them."""
+NO_CALLS = {
+    "text behind": f"{OBJECT}\nSo.",
+    "text before": f"So: {OBJECT}",
+    "two": f"{OBJECT}\n{OBJECT}",
+    "text behind a fence": f"```json\n{OBJECT}\n```\nSo.",
+    "an unknown tool": OBJECT.replace("weather", "rain"),
+    "an unknown tool in a list": f"[{OBJECT}, {OBJECT.replace('weather', 'rain')}]",
+    "broken": OBJECT.replace('"Paris"', "Paris"),
+    "cut": OBJECT[:-4],
+    "a cut list": f"[{OBJECT}, {NOW_OBJECT[:-3]}",
+}
+
+
+@each_format
+@pytest.mark.parametrize("text", UNTAGGED.values(), ids=UNTAGGED)
+def test_an_answer_of_calls_without_tags_is_calls_in_every_format(name: str, text: str) -> None:
+    expected = [PARIS, (NOW.name, {})] if "get-now_2" in text else [PARIS]
+    for pieces in ([text], text):
+        answer = read_calls(made(name).parser(LOOSE, AUTO), pieces)
+        assert not answer.text.strip()
+        assert [(one, json.loads(arguments)) for one, arguments in answer.calls] == expected
+        assert answer.whole == set(range(len(expected)))
+
+
+@pytest.mark.parametrize("name", sorted(WRITERS.keys() - BARE_FORMATS))
+@pytest.mark.parametrize("text", NO_CALLS.values(), ids=NO_CALLS)
+def test_another_answer_with_calls_without_tags_is_text(name: str, text: str) -> None:
+    for pieces in ([text], text):
+        assert read_calls(made(name).parser(LOOSE, AUTO), pieces) == Answer(text=text)
+
+
+WRONG = st.sampled_from([*"\"'\\{}[](),:=<>|\n\t 0aT", ""])
+
+
+@each_format
+@settings(max_examples=60, deadline=None)
+@given(calls=CALLS, place=st.floats(0, 1), wrong=WRONG, length=st.integers(0, 1))
+def test_a_call_with_a_wrong_character_is_json_or_no_call(
+    name: str, calls: list[Any], place: float, wrong: str, length: int
+) -> None:
+    call_format, text = made(name), WRITERS[name](calls)
+    position = int(place * len(text))
+    text = text[:position] + wrong + text[position + length :]
+    whole = read_calls(call_format.parser(TOOLS, AUTO), [text])
+    answer = read_calls(call_format.parser(TOOLS, AUTO), text)
+    assert answer.calls == whole.calls
+    for index, (_, arguments) in enumerate(answer.calls):
+        if index in answer.whole:
+            assert isinstance(json.loads(arguments), dict)
+        else:
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(arguments)
+    if not answer.whole:
+        markers = "|".join(map(re.escape, call_format.markers)) or r"(?!)"
+        left = Counter("".join([whole.text, *whole.written]))
+        assert left == Counter(re.sub(markers, "", text)), "nothing is lost"
+
+
 BROKEN = {
     "an unknown word": ("pythonic", "[weather(city=Paris)]", "Paris)]", '{"city": '),
-    "no value": ("pythonic", "[weather(city='a', oops)]", "oops)]", '{"city": "a"'),
-    "a sum": ("lfm2", "<|tool_call_start|>[weather(days=1 + days)]", "+ days)]", '{"days": 1'),
-    "a key without its end": ("glm45", "<tool_call>weather\n<arg_key>ci ty", "", '{"ci ty'),
-    "a key without a value": ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>Rome", "Rome", '{"city"'),
+    "no value": ("pythonic", "[weather(city='a', oops)]", ", oops)]", '{"city": "a"'),
+    "a sum": ("lfm2", "<|tool_call_start|>[weather(days=1 + days)]", " + days)]", '{"days": 1'),
+    "a key without its end": ("glm45", "<tool_call>weather\n<arg_key>ci ty", "", ""),
+    "a key without a value": ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>Rome", "cityRome", ""),
     "a second key": ("minimax_m2",
         '<minimax:tool_call><invoke name="weather"><parameter name="city">Rome</parameter><parameter name="da',
-        "", '{"city": "Rome", "da'),
+        "", '{"city": "Rome"'),
 }  # fmt: skip
 
 
@@ -201,6 +264,83 @@ def test_the_end_of_a_broken_call_is_kept(case: tuple[str, str, str, str]) -> No
     name, text, said, arguments = case
     for pieces in ([text], text):
         assert read(made(name), pieces) == (said, [("weather", arguments)])
+
+
+VALUES = {
+    "a list of Python": ("tags", "['a', \"b's\"]", ["a", "b's"]),
+    "a tuple": ("tags", "('a', 'b',)", ["a", "b"]),
+    "an object of Python": ("near", "{'x': 1, 'y': None}", {"x": 1, "y": None}),
+    "a word of Python": ("sure", "True", True),
+    "a word in capitals": ("sure", "FALSE", False),
+    "a number with zeros": ("days", "007", 7),
+    "no number": ("days", "some", "some"),
+    "text like a list": ("city", "['a']", "['a']"),
+    "text like a word": ("city", "True", "True"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm45", "minimax_m2"])
+def test_values_in_tags_are_read_by_their_schema(name: str, case: tuple[str, str, object]) -> None:
+    key, value, expected = case
+    _, calls = read(made(name), WRITERS[name]([("weather", {key: value})]))
+    assert [json.loads(arguments) for _, arguments in calls] == [{key: expected}]
+
+
+UNCLOSED = {
+    "before the next": "<parameter=city>\nRome\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "before the end": "<parameter=city>\nRome\n</parameter>\n<parameter=days>3\n</function>\n</tool_call>",
+    "twice": "<parameter=city>Rome<parameter=days>3</function></tool_call>",
+    "no end of the function": "<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("text", UNCLOSED.values(), ids=UNCLOSED)
+def test_a_value_without_its_end_does_not_take_the_next(text: str) -> None:
+    tools = [replace(WEATHER, strict=False), NOW]
+    for pieces in ([f"<function=weather>\n{text}"], f"<function=weather>\n{text}"):
+        answer = read_calls(made("qwen3_coder").parser(tools, AUTO), pieces)
+        assert (answer.text, answer.whole) == ("", {0})
+        assert json.loads(answer.calls[0][1]) == {"city": "Rome", "days": 3}
+
+
+@pytest.mark.parametrize("value", ["<parameter=other>", "</function>\nmore", "<parameter"])
+def test_a_closed_value_may_contain_tags(value: str) -> None:
+    tools = [replace(WEATHER, strict=False), NOW]
+    text = WRITERS["qwen3_coder"]([("weather", {"city": value})])
+    answer = read_calls(made("qwen3_coder").parser(tools, AUTO), text)
+    assert json.loads(answer.calls[0][1]) == {"city": value}
+
+
+QUOTED = {
+    "an array": ('tags:["a"]', {"tags": ["a"]}),
+    "an object": ("near:{\"x\": 1, 'y':True}", {"near": {"x": 1, "y": True}}),
+    "another sign": ('city="Rome"', {"city": "Rome"}),
+    "a quoted key": ('"city": "Rome"', {"city": "Rome"}),
+    "a trailing comma": ('city:<|"|>Rome<|"|>, days:3,', {"city": "Rome", "days": 3}),
+}
+
+
+@pytest.mark.parametrize("case", QUOTED.values(), ids=QUOTED)
+def test_gemma_may_write_json_in_its_calls(case: tuple[str, object]) -> None:
+    text, expected = case
+    for pieces in ([text], text):
+        got, calls = read(made("gemma4"), ["<|tool_call>call:weather{", *pieces, "}<tool_call|>"])
+        assert got == ""
+        assert [json.loads(arguments) for _, arguments in calls] == [expected]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in WRITERS if not isinstance(made(name), XmlFormat)]
+)
+def test_a_bracket_too_many_behind_a_call_is_not_text(name: str) -> None:
+    text = WRITERS[name]([("weather", {"city": "Rome", "tags": []})])
+    head, mark, tail = text.rpartition("}" if "}" in text else ")")
+    for written in (f"{head}{mark}{mark}{tail}", f"{head}{mark}\n{mark}{tail}"):
+        for pieces in ([written], written):
+            got, calls = read(made(name), pieces)
+            assert got == ""
+            assert [json.loads(one) for _, one in calls] == [{"city": "Rome", "tags": []}]
 
 
 def walk(matcher: Matcher, rng: random.Random, *, most: int) -> str | None:
@@ -224,7 +364,7 @@ def walk(matcher: Matcher, rng: random.Random, *, most: int) -> str | None:
 @each_format
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_whatever_a_grammar_allows_is_read_as_calls_that_match(
+def test_texts_that_a_grammar_allows_are_read_as_calls_that_match(
     name: str, special: bool, choice: ToolChoice
 ) -> None:
     call_format, rng = made(name, special=special), random.Random(f"{name}{special}{choice}")
@@ -255,7 +395,7 @@ def test_whatever_a_grammar_allows_is_read_as_calls_that_match(
 
 @each_format
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
-def test_a_grammar_allows_what_models_write(name: str, special: bool) -> None:
+def test_a_grammar_allows_calls_as_models_write_them(name: str, special: bool) -> None:
     calls = [
         (
             "weather",
@@ -314,17 +454,18 @@ MALFORMED = [
 
 @each_format
 @pytest.mark.parametrize("schema", MALFORMED, ids=str)
-def test_invalid_schemas_are_refused_by_formats_that_read_them(
+def test_invalid_schemas_of_strict_tools_are_refused_by_formats_that_read_them(
     name: str, schema: dict[str, Any]
 ) -> None:
-    """Formats of JSON leave the schema to the shards."""
-    for strict in (False, True):
-        tool = Tool("f", None, {"type": "object", "properties": {"a": schema}}, strict=strict)
-        if isinstance(made(name), XmlFormat | ExpressionFormat):
-            with pytest.raises(ToolError, match="in the parameters"):
-                made(name).grammar([tool], REQUIRED)
-        else:
-            made(name).grammar([tool], REQUIRED)
+    """Formats of JSON leave the schema to the shards. Other tools go without what is wrong."""
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tool, strict = (Tool("f", None, parameters, strict=strict) for strict in (False, True))
+    assert made(name).grammar([tool], REQUIRED)
+    if isinstance(made(name), XmlFormat | ExpressionFormat):
+        with pytest.raises(ToolError, match="in the parameters"):
+            made(name).grammar([strict], REQUIRED)
+    else:
+        made(name).grammar([strict], REQUIRED)
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000 + "]" * 3000, "-1", "truly"])

@@ -134,7 +134,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
 
 
-async def test_an_answer_is_remembered_whatever_it_is() -> None:
+async def test_acceptances_and_refusals_are_remembered() -> None:
     compiler = FakeCompiler(refusal=lambda grammar: "no" if grammar.source == "b" else None)
     parts = Parts(compiler)
     for _ in range(3):
@@ -188,7 +188,7 @@ async def test_a_reason_has_a_greatest_length() -> None:
     assert await parts.reason(regex()) == "x" * MAX_REASON_CHARS
 
 
-async def test_many_that_ask_for_the_same_ask_once() -> None:
+async def test_checks_of_the_same_grammar_at_once_compile_it_once() -> None:
     parts = Parts(compiler := GatedCompiler())
     async with asyncio.TaskGroup() as group:
         for _ in range(20):
@@ -213,7 +213,7 @@ async def test_a_check_passes_to_the_next_request_when_its_client_leaves() -> No
     assert compiler.asked == [regex()] * 2
 
 
-async def test_few_are_compiled_at_once_and_known_ones_wait_for_no_place() -> None:
+async def test_few_grammars_compile_at_once_and_known_ones_do_not_wait() -> None:
     compiler = GatedCompiler()
     parts = Parts(compiler)
     compiler.gate.set()
@@ -229,7 +229,7 @@ async def test_few_are_compiled_at_once_and_known_ones_wait_for_no_place() -> No
     assert len(compiler.asked) == 22
 
 
-async def test_only_so_many_may_wait() -> None:
+async def test_the_number_of_waiting_grammar_checks_is_bounded() -> None:
     parts = Parts(compiler := GatedCompiler())
     checks = [asyncio.create_task(parts.grammars.check(regex(f"{i}"))) for i in range(MAX_WAITING)]
     await until(lambda: parts.grammars._num_waiting == MAX_WAITING)
@@ -268,7 +268,7 @@ async def test_shards_that_recover_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("has_given_up", [False, True])
-async def test_shards_that_do_not_come_back_are_not(*, has_given_up: bool) -> None:
+async def test_shards_that_do_not_come_back_are_not_waited_for(*, has_given_up: bool) -> None:
     parts = Parts(FakeCompiler())
     parts.status.begin_outage("killed")
     checking = asyncio.create_task(parts.grammars.check(regex()))
@@ -286,7 +286,7 @@ async def test_shards_that_do_not_come_back_are_not(*, has_given_up: bool) -> No
     [lambda: ShardLost("gone"), lambda: ShardHung("gone"), asyncio.CancelledError],
     ids=["lost", "hung", "channel closed"],
 )
-async def test_one_that_breaks_the_shards_is_refused_and_its_neighbours_are_not(
+async def test_a_grammar_that_breaks_the_shards_is_refused_without_its_neighbours(
     error: Callable[[], BaseException],
 ) -> None:
     compiler = DyingCompiler(lambda source: source == "poison", error)
@@ -300,7 +300,7 @@ async def test_one_that_breaks_the_shards_is_refused_and_its_neighbours_are_not(
     assert compiler.asked["poison"] == 3
 
 
-async def test_one_that_happened_to_be_there_when_the_shards_died_is_taken() -> None:
+async def test_a_grammar_that_was_present_at_a_crash_by_chance_is_accepted() -> None:
     losses = iter([True])
     compiler = DyingCompiler(lambda _: next(losses, False), lambda: ShardLost("killed"))
     parts = Parts(compiler)
@@ -371,7 +371,7 @@ async def test_late_shards_do_not_judge_the_grammar() -> None:
     assert await parts.reason(regex()) is None
 
 
-async def test_one_that_is_known_is_compiled_again_before_a_step_would_have_to() -> None:
+async def test_a_known_grammar_is_compiled_again_before_a_step_would_have_to() -> None:
     """The shards may have dropped it; whether they can compile it now is not asked of a known one."""
     parts = Parts(compiler := GatedCompiler())
     compiler.gate.set()
@@ -387,7 +387,7 @@ async def test_one_that_is_known_is_compiled_again_before_a_step_would_have_to()
 
 
 @pytest.mark.parametrize("error", [ShardBusy("8"), ShardLost("gone"), ShardError("panicked")])
-async def test_known_grammars_are_accepted_whatever_the_shards_answer(error: ShardError) -> None:
+async def test_known_grammars_are_accepted_despite_errors_of_the_shards(error: ShardError) -> None:
     class Failing:
         fails = False
 
@@ -402,7 +402,7 @@ async def test_known_grammars_are_accepted_whatever_the_shards_answer(error: Sha
     await parts.grammars.check(regex())
 
 
-async def test_one_that_is_known_waits_no_longer_than_is_worth_it() -> None:
+async def test_a_known_grammar_is_accepted_without_a_long_wait() -> None:
     parts = Parts(compiler := GatedCompiler())
     compiler.gate.set()
     await parts.grammars.check(regex())
@@ -494,7 +494,7 @@ async def asked(service: CompilingShard, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_kind_and_text_go_there_and_the_reason_comes_back(address: str) -> None:
+async def test_kind_and_text_reach_the_shards_and_the_reason_comes_back(address: str) -> None:
     service = CompilingShard()
     service.gate.set()
     with listening(address, service):
@@ -541,7 +541,7 @@ async def test_replaced_channels_cancel_no_compilation(address: str) -> None:
         await shards.close()
 
 
-async def test_a_shard_that_is_started_anew_is_asked_again(address: str) -> None:
+async def test_a_restarted_shard_gets_the_grammar_again(address: str) -> None:
     first, second = CompilingShard(), CompilingShard()
     shards = StepChannel(ShardGroup([address]))
     with listening(address, first) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -93,16 +94,12 @@ async def test_a_grammar_that_is_refused_is_422_with_the_reason(path: str, *, st
 
 
 @pytest.mark.parametrize("path", WITH_REGEX)
-async def test_grammars_can_be_off(path: str) -> None:
+async def test_requests_with_grammars_are_refused_where_these_are_off(path: str) -> None:
     async with served(limits=limits_with(grammars=False)) as edge:
         status, answer, _ = await edge.post(path, WITH_REGEX[path])
         info = json.loads((await edge.get("/info"))[1])
-        text = {"type": "text"}
-        allowed = {
-            **WITH_REGEX[path],
-            "response_format": text,
-            "parameters": {"max_new_tokens": 1},
-        }
+        without = {"parameters": {"max_new_tokens": 1}} if "inputs" in WITH_REGEX[path] else {}
+        allowed = {**WITH_REGEX[path], "response_format": {"type": "text"}, **without}
         assert (await edge.post(path, allowed))[0] == 200
     assert (status, message_of(answer)) == (422, "Input validation error: grammar is not supported")
     assert info["grammars"] is False
@@ -112,7 +109,7 @@ async def test_grammars_can_be_off(path: str) -> None:
     ("of_shards", "flag", "are_on"),
     [(True, False, True), (True, True, False), (False, False, False)],
 )
-def test_shards_or_flag_turn_them_off(*, of_shards: bool, flag: bool, are_on: bool) -> None:
+def test_shards_or_a_flag_turn_grammars_off(*, of_shards: bool, flag: bool, are_on: bool) -> None:
     limits = limits_with(grammars=of_shards)
     services = services_over(FakeBatcher(), limits=limits, disable_grammar_support=flag)
     resolved = limits_from(services)
@@ -145,7 +142,7 @@ async def test_invalid_bodies_of_grammars_are_located() -> None:
         assert "response_format.json_schema.name" in answer["error"]["message"]
 
 
-async def test_a_grammar_is_asked_for_once_a_request_however_many_choices() -> None:
+async def test_a_grammar_is_compiled_once_a_request_for_any_number_of_choices() -> None:
     async with served() as edge:
         body = {**WITH_REGEX["/v1/chat/completions"], "n": 3}
         for _ in range(2):
@@ -339,7 +336,7 @@ async def test_watermark_and_min_p_reach_the_shards(path: str) -> None:
         {"min_p": 0.5},
     ],
 )
-async def test_a_key_is_of_one_body_whatever_differs(more: dict[str, Any]) -> None:
+async def test_a_key_is_refused_for_a_body_with_any_difference(more: dict[str, Any]) -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
         play(stream, "x")
 
@@ -404,3 +401,29 @@ async def test_a_grammar_is_bounded_over_http() -> None:
         422,
         "Input validation error: grammar is not valid: it must have at most 131072 bytes. Given: 131073",
     )
+
+
+async def test_a_schema_takes_a_permit_before_it_is_read() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+    body = {**CHAT, "tools": [tool], "tool_choice": "required"}
+    async with served(limits=limits_with(max_concurrent_requests=1)) as edge:
+        assert (await edge.post("/v1/chat/completions", body))[0] == 422
+        async with edge.services.infer.permit():
+            assert (await edge.post("/v1/chat/completions", body))[0] == 429
+            lines = await edge.exposition()
+    assert 'tgi_request_failure{err="overloaded"} 1' in lines
+
+
+async def test_prompts_do_not_wait_for_schemas_that_are_read() -> None:
+    gate = threading.Event()
+    async with served() as edge:
+        slow = [
+            asyncio.create_task(edge.services.validator.make_grammar(gate.wait)) for _ in range(8)
+        ]
+        try:
+            async with asyncio.timeout(30):
+                assert (await edge.post("/generate", {"inputs": "a"}))[0] == 200
+            assert not any(task.done() for task in slow)
+        finally:
+            gate.set()
+        await asyncio.gather(*slow)

@@ -17,6 +17,7 @@ from millrace_router.api.openai.request import ChatCompletionRequest, Completion
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
 from millrace_router.errors import SizeError, ValidationError
+from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.generation_request import FieldNames, GenerationRequest
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import TGI, Limits
@@ -118,7 +119,9 @@ async def test_the_earlier_rule_wins(
     ("asked", "given"),
     [(None, 1992), (1, 1), (1024, 1024), (1992, 1992), (1993, 1992), (9**9, 1992)],
 )
-async def test_strict_tgi_generates_what_fits(asked: int | None, given: int) -> None:
+async def test_strict_tgi_generates_up_to_the_room_that_is_left(
+    asked: int | None, given: int
+) -> None:
     validator = new_validator(limits_with(max_total_tokens=2000, dialect=TGI))
     request = GenerationRequest(prompt=EIGHT, max_new_tokens=asked)
     assert (await validator.validate(request)).request.max_new_tokens == given
@@ -230,7 +233,7 @@ async def test_seeds_are_drawn_anew() -> None:
     assert all(0 <= seed <= UINT64_MAX for seed in seeds)
 
 
-async def test_truncated_prompts_count_by_what_is_left() -> None:
+async def test_truncated_prompts_count_only_the_tokens_that_are_left() -> None:
     long = " ".join(["b"] * 500 + ["hello", "a"])
     validator = new_validator()
     request = GenerationRequest(prompt=long, truncate=2)
@@ -280,7 +283,7 @@ async def test_size_error_reports_lengths(
         ({}, NINE, 0, 0),
     ],
 )
-async def test_only_what_is_to_be_generated_is_counted(
+async def test_only_requests_to_be_generated_are_counted(
     parameters: dict[str, Any], inputs: str, lengths: int, new_tokens: int
 ) -> None:
     metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
@@ -301,14 +304,14 @@ async def test_tokenizer_failures_are_reported() -> None:
         await new_validator().validate(request)
 
 
-async def test_ids_that_the_model_does_not_know() -> None:
+async def test_token_ids_that_the_model_does_not_know_are_refused() -> None:
     # The tokenizer's last word has id 7.
     assert (await new_validator().validate(GenerationRequest(prompt="b"))).request.input_ids == (7,)
     message = await refusal("a b a", limits_with(vocab_size=7))
     assert message == "`inputs` contains token id 7, but the model knows only 7"
 
 
-async def test_biased_tokens_that_the_model_does_not_know() -> None:
+async def test_biases_of_tokens_that_the_model_does_not_know_are_refused() -> None:
     validator = new_validator()
     for id_, known in ((7, True), (8, False), (2**40, False)):
         request = GenerationRequest(prompt="a", logit_bias=((1, 1.0), (id_, 1.0)))
@@ -381,7 +384,7 @@ PYDANTICS = ("Input should", "Input tag", "Field required", "Value error", "a va
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_no_words_of_pydantic(model: Any) -> None:
+def test_messages_have_no_words_of_pydantic(model: Any) -> None:
     whole = MODELS[model]
     errors = 0
     for name in model.model_fields:
@@ -491,7 +494,7 @@ async def test_new_tokens_are_bounded_where_a_request_has_no_bound() -> None:
         assert edge.batcher.requests[-1].max_new_tokens == 199
 
 
-async def test_a_response_repeats_them() -> None:
+async def test_a_response_repeats_the_parameters_of_the_model() -> None:
     async with serving_with(QWEN) as edge:
         _, answer, _ = await edge.post("/v1/responses", BODIES["/v1/responses"])
         assert (answer["temperature"], answer["top_p"]) == (0.5, 0.75)
@@ -531,7 +534,7 @@ def serving_bytes() -> Any:
     return serving(echo, limits=WIDE_LIMITS, tokenizer=BYTES)
 
 
-async def test_samplers_arrive() -> None:
+async def test_sampler_parameters_reach_the_request() -> None:
     async with serving_bytes() as edge:
         sampling = await sampling_of(edge, top_n_sigma=1.5, xtc_probability=0.5)
         assert (sampling.top_n_sigma, sampling.xtc_probability) == (1.5, 0.5)
@@ -593,3 +596,15 @@ async def test_sequence_rules_without_a_meaning_are_refused_by_name(
         status, answer, _ = await edge.post(ROUTE, body)
     assert status == 422
     assert f"`{name}`" in str(answer)
+
+
+async def test_blocks_of_prompts_that_see_all_of_themselves_are_shared_only_by_equal_ones() -> None:
+    limits = replace(LIMITS, whole_prompts=True)
+    keys = []
+    for ids, salt in (((1, 2, 3), ()), ((1, 2, 3), ()), ((1, 2, 4), ()), ((1, 2, 3), ("a",))):
+        request = GenerationRequest(prompt=ids, cache_salt=salt, max_new_tokens=1)
+        valid = (await new_validator(limits).validate(request)).request
+        hashes = BlockHashes(2, None, valid.cache_salt, images=valid.images)
+        keys.append(hashes.first(1, valid.input_ids, ())[0])
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3

@@ -13,9 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from millrace_shard.batch.step import Forward
-from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.steps import Stepper, beside, ints
 from millrace_testing.models.adapters import (
@@ -26,7 +24,7 @@ from millrace_testing.models.adapters import (
     make_adapter,
     write_canonical,
 )
-from millrace_testing.models.models import logprobs, prompt_of, save_tiny
+from millrace_testing.models.models import logprobs, prompt_of, read_model, save_tiny
 from millrace_testing.shards.ranks import run_ranks
 
 PROMPT = prompt_of(40, seed=1)
@@ -109,16 +107,10 @@ def test_a_cached_prefix_continues_with_its_adapter(bench: Bench) -> None:
     assert result.logprobs[0] == pytest.approx(float(expected.max()), abs=1e-4)
 
 
-def test_drafts_of_the_base_do_not_change_what_an_adapter_generates(
+def test_drafts_of_the_base_do_not_change_the_tokens_of_an_adapter(
     bench: Bench, tmp_path: Path
 ) -> None:
-    draft = load_model(
-        tmp_path / "model",
-        dtype=torch.float32,
-        kernels=bench.kernels,
-        group=ProcessGroup.single(),
-        device=torch.device("cpu"),
-    )
+    draft = read_model(tmp_path / "model", bench.kernels)
     drafting = bench.stepper(speculation=Speculation(max_draft_tokens=3, draft=draft))
     alone = bench.stepper()
     for slot in (0, 1, 2):
@@ -177,7 +169,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
-def test_two_ranks_compute_what_peft_computes(tmp_path: Path) -> None:
+def test_adapters_on_two_ranks_match_peft(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     cache, jobs, oracles = tmp_path / "cache", [], []
     for name, (model_type, overrides, targets) in CHECKPOINTS.items():

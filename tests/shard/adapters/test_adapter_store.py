@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,17 @@ def fragment(bench: Bench) -> None:
     bench.remove(2)
 
 
+def test_an_adapter_of_its_own_lies_in_one_piece_in_the_order_of_modules(bench: Bench) -> None:
+    bench.load(1, 1)
+    adapter = bench.single.table.get(1)
+    assert adapter is not None
+    in_order = [part for _, part in sorted(adapter.parts.items())]
+    placed = [each for part in in_order for each in tensors_of(part) if each is not None]
+    assert len(placed) >= 3 * len(SHAPES)
+    for one, following in pairwise(placed):
+        assert 0 <= following.data_ptr() - one.data_ptr() - one.nbytes < 64
+
+
 def test_adapters_are_moved_together_for_one_that_fits_in_all(bench: Bench) -> None:
     fragment(bench)
     before = bench.reserved.table.versions.copy()
@@ -194,7 +206,7 @@ def test_an_adapter_leaves_its_pages_to_the_next_one_in_its_slot(bench: Bench) -
     assert bench.is_right()
 
 
-def test_pages_of_an_adapter_that_is_given_up_are_free_again(bench: Bench) -> None:
+def test_pages_of_a_discarded_adapter_are_free_again(bench: Bench) -> None:
     store = bench.reserved
     assert store._arena is not None
     free = store._arena.runs.num_free
@@ -211,7 +223,7 @@ def test_pages_of_an_adapter_that_is_given_up_are_free_again(bench: Bench) -> No
         (AdapterArena, "_move", lambda self, source, target: None),
     ],
 )
-def test_a_move_that_is_forgotten_is_found(
+def test_a_forgotten_move_is_detected(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     owner: type,
@@ -234,7 +246,7 @@ def test_a_move_that_is_forgotten_is_found(
     assert not bench.is_right()
 
 
-def test_a_load_that_was_given_up_does_not_free_the_pages_of_the_next_one(tmp_path: Path) -> None:
+def test_a_discarded_load_does_not_free_the_pages_of_the_next_one(tmp_path: Path) -> None:
     base, cache = save_tiny(tmp_path / "model", "llama"), tmp_path / "cache"
     digests = [
         write_canonical(make_adapter(base, seed=seed, r=8, target_modules=["q_proj"]), cache)

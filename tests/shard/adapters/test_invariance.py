@@ -6,7 +6,6 @@ model without adapters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.lora import adapted_linear
 from millrace_shard.kernels.lora.adapter_table import AdapterRows
-from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.adapters import (
     MAX_ADAPTERS,
@@ -34,7 +32,7 @@ from millrace_testing.models.adapters import (
     make_adapter,
     write_canonical,
 )
-from millrace_testing.models.models import Driver, Run, prompt_of, save_tiny
+from millrace_testing.models.models import Driver, Run, prompt_of, read_model, save_tiny
 
 CPU = torch.device("cpu")
 RANKS = (1, 4, 16, 33)
@@ -90,15 +88,18 @@ class Bench:
         self.adapted.store.remove(1)
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            name, marks=[pytest.mark.long] * (name not in ("cpu-bf16", "plain-fp32", "cpu-fp32"))
+        )
+        for name in CASES
+    ],
+)
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     name, dtype, model_type = CASES[request.param]
     root: Path = tmp_path_factory.mktemp("bench")
@@ -112,7 +113,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for rank in RANKS
     ]
     group = ProcessGroup.single()
-    model = load_model(root / "model", dtype=dtype, kernels=kernels, group=group, device=CPU)
+    model = read_model(root / "model", kernels, dtype=dtype, group=group)
     adapted = load_adapted(root / "model", root / "cache", kernels, dtype=dtype)
     made = Bench(adapted, digests)
     made.fill(Driver(model, kernels, dtype=dtype))
@@ -158,7 +159,7 @@ def generate(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(drawn=schedule)
-def test_a_row_has_the_bits_that_it_has_alone(
+def test_a_row_with_an_adapter_has_the_same_bits_in_any_batch(
     bench: Bench, drawn: tuple[list[tuple[int, int]], list[int], list[int], int | None]
 ) -> None:
     rows, before, after, chunk = drawn
@@ -187,7 +188,7 @@ def all_equal(bench: Bench) -> bool:
 
 
 @pytest.mark.parametrize("bench", ["plain-fp32", "cpu-fp32"], indirect=True)
-def test_a_product_of_another_number_of_rows_is_found(
+def test_a_product_of_another_number_of_rows_is_detected(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault: the library chooses another order of summation."""
@@ -196,7 +197,9 @@ def test_a_product_of_another_number_of_rows_is_found(
     assert not all_equal(bench)
 
 
-def test_the_adapter_of_a_neighbour_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_of_a_neighbour_is_detected(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: each row has the adapter of the row before."""
     of = AdapterRows.of
 

@@ -18,13 +18,11 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch import step_tokens
 from millrace_shard.batch.step import Forward, StepResult
 from millrace_shard.device import transfers
-from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.stopwatch import Stopwatch
 from millrace_shard.errors import StepInvalid
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import NgramProposer, Speculation, lookup
 from millrace_testing.engines.engine_driver import PROMPT, Driver, forward
 from millrace_testing.engines.fake_engine import greedy as fake_greedy
@@ -39,7 +37,7 @@ from millrace_testing.engines.multi_token import (
     any_of,
 )
 from millrace_testing.engines.steps import MAX_TOKENS, Stepper, beside, ints, tiny_llama
-from millrace_testing.models.models import greedy, prompt_of, save_tiny
+from millrace_testing.models.models import greedy, prompt_of, read_model, save_tiny
 
 MOST = 5
 NUM_TOKENS = 24
@@ -87,15 +85,6 @@ class Setup:
         futures = {slot: [*want.prompt, *self.truth[slot].ids] for slot, want in self.wants.items()}
         stepper.use(PlannedProposer(futures, error_rate=error_rate))
         return stepper
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: several would wait for each other, which is slow next to another busy process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["plain-float32", "cpu-float32", "cpu-bfloat16"])
@@ -186,7 +175,7 @@ def test_computed_positions_match_all_tokens_but_the_last(setup: Setup) -> None:
     assert run.yielded[slot].computed == sorted(set(run.yielded[slot].computed))
 
 
-def test_drafts_are_limited_to_what_the_shard_makes(setup: Setup) -> None:
+def test_drafts_are_limited_to_the_maximum_of_the_shard(setup: Setup) -> None:
     """However many are allowed."""
     run = Generation(
         setup.planned(error_rate=0.0), setup.wants, NUM_TOKENS, allow=lambda _: (2**32 - 1,) * 2
@@ -236,7 +225,7 @@ def test_a_miscounted_draft_is_noticed(
         check_equal(run.yielded, setup.truth)
 
 
-def test_ngrams_are_found_in_text_that_repeats(setup: Setup) -> None:
+def test_ngram_drafts_in_repeating_text_change_no_token(setup: Setup) -> None:
     loop = prompt_of(11, seed=4) * 3
     wants = {slot: Want(loop, fields) for slot, fields in enumerate(FIELDS.values())}
     plain = setup.stepper()
@@ -254,13 +243,7 @@ def test_ngram_drafts_are_right_where_a_model_repeats_itself(tmp_path: Path) -> 
     reference = save_tiny(tmp_path, "llama", vocab_size=24)
     kernels = make_kernels("cpu", deterministic=True, dtype=torch.float32, block_size=BLOCK_SIZE)
     with torch.inference_mode():
-        model = load_model(
-            tmp_path,
-            dtype=torch.float32,
-            kernels=kernels,
-            group=ProcessGroup.single(),
-            device=torch.device("cpu"),
-        )
+        model = read_model(tmp_path, kernels)
     prompts = [[token % 24 for token in prompt_of(9, seed=seed)] for seed in range(4)]
     stepper = Stepper(
         model, kernels, dtype=torch.float32, speculation=Speculation(max_draft_tokens=MOST)
@@ -307,7 +290,7 @@ def test_lookup_agrees_with_a_search_by_hand(tokens: list[int], most: int) -> No
     assert lookup(np.array(tokens, dtype=np.int32), most).tolist() == expected
 
 
-def test_a_sequence_ends_with_its_positions_whatever_it_is_allowed(setup: Setup) -> None:
+def test_a_sequence_ends_at_its_last_position_for_any_allowance(setup: Setup) -> None:
     stepper = setup.planned(error_rate=0.0)
     stepper.run(stepper.admission(0, prompt_of(MAX_TOKENS - 5, seed=9)))
     stepper.use(PlannedProposer({0: [1] * 200}, error_rate=0.0))
@@ -455,7 +438,7 @@ def test_masks_hold_at_every_draft_position(setup: Setup) -> None:
     assert 0 < run.accepted < run.drafted
 
 
-def test_a_grammar_without_a_manager_fails_its_sequence_alone(setup: Setup) -> None:
+def test_a_grammar_without_a_manager_fails_only_its_sequence(setup: Setup) -> None:
     stepper = setup.stepper()
     stepper.run(stepper.admission(0, PROMPTS[0]))
     result = stepper.run(beside(stepper.admission(1, PROMPTS[1], grammar=any_of(None)), [0]))
@@ -463,7 +446,7 @@ def test_a_grammar_without_a_manager_fails_its_sequence_alone(setup: Setup) -> N
     assert result.slots.tolist() == [0]
 
 
-def test_a_matcher_that_cannot_go_on_fails_its_sequence_alone(setup: Setup) -> None:
+def test_a_matcher_that_cannot_continue_fails_only_its_sequence(setup: Setup) -> None:
     grammars = FakeGrammars(setup.model.info.vocab_size)
     stepper = setup.stepper(grammars=grammars.as_manager())
     for slot in (0, 1):
@@ -679,7 +662,7 @@ def test_steps_with_drafts_are_sent_ahead(driver: Driver) -> None:
     assert result[3] == fake_greedy(PROMPT, len(result[3]))
 
 
-def test_a_draft_that_is_not_finite_fails_its_row_alone(driver: Driver) -> None:
+def test_a_draft_that_is_not_finite_fails_only_its_row(driver: Driver) -> None:
     first = driver.run(
         forward(
             driver.admit(0, LOOP, room=24, parameters=BIASED),

@@ -22,6 +22,7 @@ from millrace_shard.batch.device_tables import BatchLimits, BlockTables
 from millrace_shard.batch.sequence_table import within_budget
 from millrace_shard.batch.step import StepFailure, StepReply
 from millrace_shard.device import transfers
+from millrace_shard.errors import StepInvalid
 from millrace_shard.server.service import SERVICE_NAME, ShardService, new_server
 from millrace_shard.server.wire import reply_to_pb, step_from_pb
 from millrace_shard.speculation.loading import Speculation
@@ -320,7 +321,7 @@ def test_a_tile_is_begun_only_where_it_is_worth_it(
     num_required=st.integers(1, 600),
     tile=st.sampled_from([1, 4, 16]),
 )
-def test_all_of_them_or_what_the_last_tile_has_room_for(
+def test_all_extra_positions_are_filled_or_those_that_fit_the_last_tile(
     extras: list[int], num_required: int, tile: int
 ) -> None:
     filled = within_budget(ints(extras), num_required=num_required, tile=tile)
@@ -355,7 +356,7 @@ def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
 
 
 def grow(tables: BlockTables, slots: list[int], blocks: list[int]) -> Ints:
-    return tables.grow(ints(slots), ints(blocks), ints([0] * len(slots)))
+    return tables.grow(ints(slots), ints(blocks), ints([0] * len(slots))).blocks
 
 
 def test_readers_see_all_changes(tables: BlockTables) -> None:
@@ -385,3 +386,21 @@ def test_an_epoch_leaves_no_changes(tables: BlockTables) -> None:
     grow(tables, [0], [3])
     tables.clear()
     assert not len(tables.take_changes())
+
+
+def test_what_follows_kept_positions_is_cleared(tables: BlockTables) -> None:
+    blocks, rows = tables.grow(ints([1] * 4 + [0]), ints([5, 6, 7, 8, 9]), ints([20] * 4 + [32]))
+    assert blocks.tolist() == [7, 8]
+    assert rows.tolist() == list(range(6 * 16 + 4, 7 * 16))
+    blocks, rows = tables.grow(ints([0, 0]), ints([10, 11]), ints([32, 32]))
+    assert (blocks.tolist(), rows.tolist()) == ([11], [])
+
+
+def test_a_half_filled_block_has_one_owner_and_a_full_one_may_have_more(
+    tables: BlockTables,
+) -> None:
+    tables.grow(ints([1, 1]), ints([5, 6]), ints([20, 20]))
+    with pytest.raises(StepInvalid, match="another owner"):
+        tables.grow(ints([0, 0]), ints([5, 6]), ints([20, 20]))
+    blocks, rows = tables.grow(ints([0, 0]), ints([5, 7]), ints([16, 16]))
+    assert (blocks.tolist(), rows.tolist()) == ([7], [])

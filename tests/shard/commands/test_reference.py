@@ -81,7 +81,7 @@ def test_no_token_ends_an_answer(folder: Path) -> None:
     assert again["ids"] == first["ids"]
 
 
-def test_it_runs_in_float32_without_our_attention(folder: Path) -> None:
+def test_the_reference_runs_in_float32_without_our_attention(folder: Path) -> None:
     model = load_reference(folder)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.config._attn_implementation == "eager"
@@ -127,6 +127,15 @@ def test_a_gguf_file_is_read_by_transformers_too(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 9, 3, 20, 11]])
     with torch.inference_mode():
         torch.testing.assert_close(load_reference(folder)(ids).logits, tiny.model(ids).logits)
+
+
+def test_a_split_gguf_file_is_refused(tmp_path: Path) -> None:
+    """transformers would make up the tensors of the other parts."""
+    TinyGguf("llama").write(tmp_path / "tiny.gguf", per_part=12)
+    first = tmp_path / "tiny-00001-of-00002.gguf"
+    folder = prepare_gguf(first, tmp_path / "cache", tokenizer=None)
+    with pytest.raises(ModelError, match="no split GGUF files; merge the parts"):
+        load_reference(folder)
 
 
 def test_a_gguf_file_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,14 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from demo.train_head import HEAD
+from transformers import AutoConfig
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
 from millrace_shard.commands import download_weights
-from millrace_shard.commands.chosen_kernels import chosen_kernels
+from millrace_shard.commands.chosen_kernels import Activations, by_gain, chosen_kernels
 from millrace_shard.commands.composition import load, with_folders
 from millrace_shard.commands.device_settings import (
     choose_device,
@@ -35,17 +36,19 @@ from millrace_shard.commands.device_settings import (
 )
 from millrace_shard.commands.serve import WITHOUT_EFFECT, notices, serve
 from millrace_shard.config import ShardConfig
-from millrace_shard.device.process_group import RanksMissing
+from millrace_shard.device.process_group import ProcessGroup, RanksGone
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.errors import EngineEnded, UnsupportedModel
+from millrace_shard.kernels.cpu import activation_gain
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
+from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.models.description import ModelDescription
 from millrace_shard.server.address import SocketTaken
-from millrace_shard.weights.hub import HubError
 from millrace_testing.launcher.deployment import kept_port
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
-from millrace_testing.models.models import CPU, save_tiny
+from millrace_testing.models.models import CPU, VOCAB, greedy, save_tiny
 from millrace_testing.shards.ranks import Forked
 
 SECONDS = 120.0
@@ -54,26 +57,9 @@ NUM_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=127,
-        dtype="float32",
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-@pytest.fixture(scope="module")
-def folder(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
-    model.save_pretrained(path)
+    save_tiny(path, "llama")
     return path
 
 
@@ -126,24 +112,22 @@ def steps() -> Iterator[pb.StepRequest]:
 WARMUP = pb.WarmupRequest(max_batch_prefill_tokens=64, max_batch_size=2, max_concurrent_requests=2)
 
 
-def test_it_serves_the_models_own_tokens_and_stops_on_sigterm(
-    model: LlamaForCausalLM, folder: Path, tmp_path: Path
-) -> None:
+def test_a_shard_serves_the_models_own_tokens_and_stops_on_sigterm(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = save_tiny(folder, "llama")
     arguments = ("-m", "millrace_shard", *command_line(folder, tmp_path))
     with program(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as shard:
         with grpc.insecure_channel(f"unix:{tmp_path}/shard-0") as channel:
             stub = pb_grpc.ShardServiceStub(channel)
             info = stub.Info(pb.InfoRequest(), wait_for_ready=True, timeout=SECONDS)
-            assert (info.model_type, info.vocab_size, info.dtype) == ("llama", 128, "float32")
-            assert list(info.eos_token_ids) == [127]
+            assert (info.model_type, info.vocab_size, info.dtype) == ("llama", VOCAB, "float32")
+            assert list(info.eos_token_ids) == [2]
             capacity = stub.Warmup(WARMUP, timeout=SECONDS)
-            assert capacity.max_total_tokens == 64
-            assert capacity.max_batch_total_tokens == 128
+            assert capacity.max_total_tokens == 256
+            assert capacity.max_batch_total_tokens == 512
             answers = list(stub.Steps(steps(), timeout=SECONDS))
-        expected = model.generate(
-            torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
-        )
-        assert [answer.ids[0] for answer in answers[1:]] == expected[0, len(PROMPT) :].tolist()
+        expected, _ = greedy(model, PROMPT, NUM_TOKENS)
+        assert [answer.ids[0] for answer in answers[1:]] == expected
         shard.send_signal(signal.SIGTERM)
         output, _ = shard.communicate(timeout=SECONDS)
     assert shard.returncode == 0
@@ -174,7 +158,7 @@ def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_signal_that_another_thread_is_given_ends_a_shard(folder: Path, tmp_path: Path) -> None:
+def test_a_signal_to_another_thread_ends_a_shard(folder: Path, tmp_path: Path) -> None:
     with process(folder, tmp_path) as shard:
         with grpc.insecure_channel(f"unix:{tmp_path}/shard-0") as channel:
             stub = pb_grpc.ShardServiceStub(channel)
@@ -209,7 +193,7 @@ def test_two_ranks_sample_alike(folder: Path, tmp_path: Path, flags: tuple[str, 
     assert not any(answer.ids for answer in answers[1])
 
 
-@pytest.mark.parametrize(("group_is_lost", "error"), [(False, EngineEnded), (True, RanksMissing)])
+@pytest.mark.parametrize(("group_is_lost", "error"), [(False, EngineEnded), (True, RanksGone)])
 def test_a_shard_ends_with_its_engine(
     group_is_lost: bool,
     error: type[Exception],
@@ -246,7 +230,7 @@ def test_a_folder_without_a_model_ends_with_a_message(tmp_path: Path) -> None:
     assert f"Error: no config.json in {tmp_path}" in output
 
 
-def test_it_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
+def test_a_shard_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
     """A parent that starts a shard and dies by SIGKILL once the shard listens; the pipe closes with the last holder."""
     script = "import subprocess, sys; subprocess.Popen(sys.argv[1:]); sys.stdin.readline()"  # dies on kill
     shard = (sys.executable, "-m", "millrace_shard", *command_line(folder, tmp_path))
@@ -281,6 +265,21 @@ def test_int8_is_for_classes_of_transformers_too(tmp_path: Path) -> None:
     save_tiny(tmp_path, "gpt2")
     config = ShardConfig.from_args([str(tmp_path), "--quantize=int8", "--dtype=bfloat16"])
     assert isinstance(load(config, torch.device("cpu")).kernels, Int8Kernels)
+
+
+def test_the_identity_of_a_model_is_that_of_its_files_and_of_flags_that_steps_depend_on(
+    tmp_path: Path,
+) -> None:
+    def identity(*flags: str) -> str:
+        config = ShardConfig.from_args([str(tmp_path), "--disable-custom-kernels", *flags])
+        return load(config, CPU).identity
+
+    save_tiny(tmp_path, "llama")
+    first = identity()
+    assert first == identity("--uds-path=/tmp/other", "--log-level=debug", "--json-output")
+    assert len({first, identity("--dtype=bfloat16"), identity("--cpu-threads=3")}) == 3
+    os.utime(tmp_path / "config.json")
+    assert identity() != first
 
 
 def test_defaults_depend_on_the_device(folder: Path) -> None:
@@ -361,7 +360,7 @@ def test_the_command_line_of_tgis_launcher_is_read(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("missing", GROUP)
-def test_sharded_needs_the_place_in_the_group(
+def test_sharded_needs_the_variables_of_the_group(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in GROUP.items():
@@ -375,10 +374,6 @@ def test_sharded_needs_the_place_in_the_group(
     assert f"{missing} must be set when sharded is True" in error
 
 
-def test_nothing_is_said_of_flags_that_were_not_given() -> None:
-    assert not list(notices(ShardConfig.from_args(["m"])))
-
-
 def test_a_name_on_the_hub_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub.serve(Hub(FILES)) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
@@ -388,16 +383,6 @@ def test_a_name_on_the_hub_is_downloaded(cache: Path, monkeypatch: pytest.Monkey
     # It is there now.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert with_folders(ShardConfig.from_args([REPO])).model_folder == config.model_folder
-
-
-def test_neither_folder_nor_name(cache: Path) -> None:
-    with pytest.raises(HubError, match="folder /no/such/model does not exist"):
-        with_folders(ShardConfig.from_args(["/no/such/model"]))
-
-
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
-    config = ShardConfig.from_args([str(tmp_path)])
-    assert with_folders(config) is config
 
 
 @pytest.mark.usefixtures("cache", "restored_log")
@@ -419,6 +404,7 @@ def test_tgis_download_flags_are_accepted(
 
 INT8 = "--quantize-activations=int8"
 ROUNDED = "activations are rounded to int8 where the weights are quantised to integers"
+SMALL = "activations are exact, as rounding harms small models: this has 0.00 billion parameters"
 NO_EFFECT = "--quantize-activations int8 has no effect"
 
 
@@ -428,20 +414,132 @@ NO_EFFECT = "--quantize-activations int8 has no effect"
         ((INT8, "--quantize=int4"), ROUNDED),
         ((INT8, "--dtype=float32"), NO_EFFECT),
         ((INT8, "--disable-custom-kernels"), NO_EFFECT),
-        (("--quantize=int4",), ROUNDED),
-        (("--quantize=int8",), "int8, and activations are too"),
-        (("--quantize=int8", "--quantize-activations=exact"), "activations keep the model's dtype"),
+        (("--quantize=int4",), SMALL),
+        (("--quantize=int4", "--quantize-activations=exact"), "activations are exact;"),
+        (("--quantize=int8",), SMALL),
+        (("--quantize=int8", INT8), ROUNDED),
+        (("--quantize=int8", "--quantize-activations=exact"), "activations are exact;"),
     ],
 )
-def test_what_activations_are(
+def test_the_log_states_how_activations_are_computed(
     flags: tuple[str, ...], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path, "llama")
     dtype = () if any("dtype" in flag for flag in flags) else ("--dtype=bfloat16",)
     config = ShardConfig.from_args([str(tmp_path), *dtype, *flags])
     with caplog.at_level(logging.INFO):
-        chosen_kernels(config, CPU, choose_dtype(config, CPU))
+        chosen = chosen_kernels(config, CPU, choose_dtype(config, CPU), ProcessGroup.single())
     assert sum(told in record.message for record in caplog.records) == 1
+    is_rounded = chosen.activations is not None and chosen.activations.are_int8
+    assert is_rounded == (told == ROUNDED)
+    if isinstance(chosen.kernels, CpuKernels):
+        assert chosen.kernels.integer == (told == ROUNDED)
+
+
+def test_rounding_plain_weights_is_noted_as_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path, "llama")
+    config = ShardConfig.from_args([str(tmp_path), "--dtype=bfloat16", INT8])
+    chosen = chosen_kernels(config, CPU, torch.bfloat16, ProcessGroup.single())
+    assert chosen.activations is None
+    assert any(record.message.startswith(NO_EFFECT) for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("gain", "rounds", "words"),
+    [
+        (3.0, True, "3.00 times as fast here; --quantize-activations exact keeps them"),
+        (1.2, True, "1.20 times as fast here"),
+        (1.19, False, "exact: int8 is 1.19 times as fast here, and less than 1.2"),
+        (None, False, "activations are exact, as the disk is full; --quantize-activations int8"),
+    ],
+)
+def test_activations_are_rounded_where_it_was_measured_to_pay(
+    gain: float | None, *, rounds: bool, words: str
+) -> None:
+    activations, sentence = by_gain(gain, "the disk is full")
+    assert (activations.are_int8, activations.gain) == (rounds, gain)
+    assert words in sentence
+
+
+class OtherRank(ProcessGroup):
+    """Rank 1 of two, to which rank 0 sends its gain in thousandths."""
+
+    def __init__(self, gain: int) -> None:
+        super().__init__(1, 2, CPU)
+        self._gain = gain
+
+    def broadcast(self, value: int) -> int:
+        assert value == 0
+        return self._gain
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+@pytest.mark.parametrize(("thousandths", "gain"), [(1310, 1.31), (1100, 1.1), (0, None)])
+def test_every_rank_follows_the_measurement_of_rank_0(
+    quantize: str,
+    thousandths: int,
+    gain: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("millrace_shard.commands.chosen_kernels.LEAST_PARAMETERS", 1)
+    save_tiny(tmp_path, "llama")
+    flags = ["--dtype=bfloat16", f"--quantize={quantize}", "--rank=1", "--world-size=2"]
+    config = ShardConfig.from_args([str(tmp_path), *flags])
+    chosen = chosen_kernels(config, CPU, torch.bfloat16, OtherRank(thousandths))
+    assert chosen.activations == Activations(are_int8=thousandths == 1310, gain=gain)
+
+
+def test_a_second_start_rounds_as_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace_shard.commands.chosen_kernels.LEAST_PARAMETERS", 1)
+    monkeypatch.setattr(activation_gain, "cache_folder", lambda kind: tmp_path / "cache" / kind)
+    monkeypatch.setattr(activation_gain, "SAMPLE_CODES", 1 << 16)
+    save_tiny(tmp_path, "llama")
+    config = ShardConfig.from_args([str(tmp_path), "--dtype=bfloat16", "--quantize=int4"])
+    first, second = (
+        chosen_kernels(config, CPU, torch.bfloat16, ProcessGroup.single()).activations
+        for _ in range(2)
+    )
+    assert first is not None
+    assert first.gain is not None
+    assert first == second
+    assert first.are_int8 == (first.gain >= 1.2)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3_moe"])
+def test_the_count_of_parameters_is_that_of_the_matrices(architecture: str, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, architecture)
+    matrices = {name: value.numel() for name, value in model.named_parameters() if value.ndim > 1}
+    assert ModelDescription.read(tmp_path).num_parameters() == sum(matrices.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--max-total-tokens=100000",), "`max_total_tokens`=100000 is more than the model's"),
+        (("--quantize=gptq",), "gptq"),
+        (("--world-size=3",), "3"),
+        (("--draft-model=DRAFT",), "has other tokens than the model"),
+        ((f"--speculator={HEAD}",), "another hidden_size: 256, the model has 64"),
+    ],
+)
+def test_what_the_files_refuse_is_refused_before_weights_are_read(
+    flags: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    folders = tmp_path / "model", tmp_path / "draft"
+    for number, folder in enumerate(folders):
+        save_tiny(folder, "llama")
+        (folder / "model.safetensors").write_bytes(b"damaged")
+        tokens = {"model": {"vocab": {"a": number}}}
+        (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    given = [flag.replace("DRAFT", str(folders[1])) for flag in flags]
+    config = ShardConfig.from_args([str(folders[0]), "--dtype=float32", *given])
+    with pytest.raises(UnsupportedModel, match=message):
+        load(config, CPU)
 
 
 CUDA = torch.device("cuda")
@@ -475,10 +573,12 @@ def test_float16_is_warned_of_where_activations_exceed_it(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     *,
+    monkeypatch: pytest.MonkeyPatch,
     is_warned: bool,
 ) -> None:
     folder = checkpoint(tmp_path / "model", model_type, dtype)
     config = ShardConfig.from_args([str(folder), *flags])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with caplog.at_level(logging.WARNING):
         assert choose_dtype(config, device) is chosen
     told = [model_type in record.message for record in caplog.records]

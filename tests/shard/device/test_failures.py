@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from millrace_shard.device.failures import clear_frames, is_lost, is_out_of_memory
-from millrace_shard.device.resources import available_memory, usable_cores
+from millrace_shard.device.resources import available_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -37,7 +37,9 @@ ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered")
         (ValueError("can't allocate memory"), False),
     ],
 )
-def test_allocators_say_it_each_in_their_own_words(error: Exception, *, expected: bool) -> None:
+def test_out_of_memory_is_recognised_in_the_words_of_each_allocator(
+    error: Exception, *, expected: bool
+) -> None:
     assert is_out_of_memory(error) is expected
 
 
@@ -143,26 +145,3 @@ def test_version_1_control_groups_limit_the_memory(tmp_path: Path) -> None:
 
 def test_without_meminfo_physical_memory_counts(tmp_path: Path) -> None:
     assert available_memory(meminfo=tmp_path / "none", cgroup=tmp_path) > 2**20
-
-
-VERSION_2 = [
-    ({"cpu.max": "max 100000\n"}, 8),
-    ({"cpu.max": "350000 100000\n"}, 3),
-    ({"cpu.max": "50000 100000\n"}, 1),
-    ({"cpu.max": "1600000 100000\n"}, 8),
-]
-VERSION_1 = [
-    ({"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "50000\n"}, cores)
-    for quota, cores in ((-1, 8), (175000, 3), (25000, 1), (800000, 8))
-]
-
-
-@pytest.mark.parametrize(("files", "cores"), [({}, 8), *VERSION_2, *VERSION_1])
-def test_cores_respect_the_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert usable_cores(cgroup=tmp_path) == cores

@@ -25,7 +25,7 @@ from millrace_shard.kernels.stored_weight import StoredWeight
 CPU = torch.device("cpu")
 
 
-def test_what_is_uploaded_is_a_copy() -> None:
+def test_an_uploaded_array_is_a_copy() -> None:
     values = np.arange(4)
     result = upload(values, CPU)
     values[:] = 9
@@ -57,14 +57,6 @@ def test_on_cpu_nothing_is_copied_back() -> None:
     values = torch.arange(3)
     assert start_download(values) is values
     assert download_on_side_stream(values).tolist() == [0, 1, 2]
-
-
-@pytest.fixture
-def gpu() -> torch.device:
-    """Skips where there is no GPU: pinned memory belongs to its driver."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return torch.device("cuda", 0)
 
 
 def _keep_busy() -> None:
@@ -173,7 +165,7 @@ def test_on_cpu_nothing_is_staged() -> None:
     assert copy_to(CPU) is copy_directly
 
 
-def test_a_stored_weight_is_copied_in_the_way_it_was_given() -> None:
+def test_a_stored_weight_is_copied_by_its_own_method() -> None:
     device = LateDevice()
     parts = (torch.randn(3, 8), torch.randn(5, 8))
     weight = StoredWeight(parts, torch.bfloat16, CPU, device.copies())

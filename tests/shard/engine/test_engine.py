@@ -69,7 +69,7 @@ def test_a_step_reports_logprobs_and_timings(driver: Driver) -> None:
     assert driver.run(forward(decodes=[0])).timings.concat_ns is None
 
 
-def test_chunks_beside_decodes_change_nothing(driver: Driver) -> None:
+def test_chunks_in_steps_with_decodes_change_no_token(driver: Driver) -> None:
     other = [7, 1, 1, 60, 80, 33, 21, 2, 2, 90]
     first = driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
     assert tokens(first)[0] == greedy(PROMPT, 1)[0]
@@ -273,7 +273,6 @@ INVALID: dict[str, dict[str, Any]] = {
     "1 to 64 fit": {"ids": [1] * 100},
     "0 tokens": {"ids": []},
     "leaves no token to compute": {"ids": [1] * 8, "cached_tokens": 8},
-    "do not fill": {"cached_tokens": 3},
     "lacks a prompt": {"generated_tokens": 6},
     "`temperature` must be strictly positive": {"parameters": Sampling(temperature=0.0)},
     "`presence_penalty` must be finite": {"parameters": Sampling(presence_penalty=float("inf"))},
@@ -281,7 +280,7 @@ INVALID: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason", INVALID)
-def test_a_sequence_invalid_by_itself_fails_alone(
+def test_an_invalid_sequence_fails_no_other_sequence_of_its_step(
     reason: str, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     invalid = driver.admit(1, **INVALID[reason])
@@ -318,9 +317,9 @@ def test_a_refused_growth_leaves_no_owner_behind(
         batch.apply(change)
     forget(batch)
     good = BatchChange(admitted=(sequence,), grown_slots=ints([0, 0]), grown_blocks=ints([7, 8]))
-    assert batch.apply(good).tolist() == [7, 8]
+    assert batch.apply(good).blocks.tolist() == [7, 8]
     forget(batch)
-    assert batch.apply(good).tolist() == [7, 8]
+    assert batch.apply(good).blocks.tolist() == [7, 8]
     assert len(batch) == 1
 
 
@@ -447,7 +446,7 @@ def test_a_prompt_that_is_not_finite_is_reported_with_the_chunk_that_shows_it(
     assert tokens(last) == {1: greedy(PROMPT, 2)[1]}
 
 
-def test_rows_that_are_not_finite_fail_alone_and_stay_failed(driver: Driver) -> None:
+def test_only_rows_that_are_not_finite_fail_and_they_stay_failed(driver: Driver) -> None:
     driver.model.poison = 90
     healthy, sick = driver.admit(1), driver.admit(0, [4, 90, 8], top_n_tokens=2)
     result = driver.run(forward(healthy, sick, chunks=[(1, 6), (0, 3)]))
@@ -495,7 +494,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(driver: Driver, cuts: list[int]
     assert tokens(results[-1])[2] == greedy(prompt, 1)[0]
 
 
-def test_candidates_come_beside_tokens_most_likely_first(driver: Driver) -> None:
+def test_candidates_come_with_tokens_most_likely_first(driver: Driver) -> None:
     rows = {0: (PROMPT, 9), 1: ([8, 8], 0), 2: ([4, 4, 4], 5)}
     admitted = [driver.admit(slot, ids, top_n_tokens=n, room=2) for slot, (ids, n) in rows.items()]
     result = driver.run(forward(*admitted, chunks=[(2, 3), (1, 2), (0, 6)]))

@@ -15,11 +15,15 @@ from millrace_shard.engine.kv_capacity import (
     CapacityError,
     KVMemory,
     WarmupRequest,
+    WindowShape,
     blocks_in,
     cpu_memory,
     cuda_memory,
+    feature_rows_in,
     plan_capacity,
+    second_pages,
     spread_prefill,
+    state_pages_in,
 )
 
 GB = 2**30
@@ -110,7 +114,7 @@ def test_no_memory_at_all_is_an_error() -> None:
     is_budget=st.booleans(),
     more=st.integers(0, 5000),
 )
-def test_what_is_promised_fits(
+def test_the_promised_capacity_fits_the_limits(
     *,
     fitting: int,
     total: int | None,
@@ -172,3 +176,159 @@ def test_the_largest_prefill_is_spread_over_few_long_prompts(
         num_tokens, max_rows=max_rows, longest=400, num_blocks=num_blocks, block_size=64
     )
     assert result == lengths
+
+
+def windowed(*, full: int = 4, window: int = 22, width: int = 512) -> CacheShape:
+    """A shape like that of Gemma 3 1B: layers of 1 KiB a token, of which some see `width` positions."""
+    group = WindowShape(
+        window=width, reach=width - 1 + 192, num_layers=window, bytes_per_token=1024 * window
+    )
+    return CacheShape(
+        block_size=64,
+        bytes_per_token=1024 * (full + window),
+        max_position_embeddings=32768,
+        windows=(group,),
+    )
+
+
+def divided(
+    shape: CacheShape, gigabytes: float, *, rows: int = 128, **limits: Any
+) -> tuple[Capacity, int]:
+    """The capacity in so much memory, and the bytes of its blocks."""
+    request = WarmupRequest(
+        max_batch_prefill_tokens=limits.pop("prefill", 4096),
+        max_batch_size=rows,
+        max_concurrent_requests=128,
+        **limits,
+    )
+    fitting = int(gigabytes * GB) // (shape.bytes_per_token * 64) - 1
+    capacity = plan_capacity(request, shape, fitting_blocks=fitting, is_budget=True)
+    own = shape.bytes_per_token - sum(each.bytes_per_token for each, _ in capacity.windows)
+    tokens = own * capacity.num_blocks
+    tokens += sum(each.bytes_per_token * count for each, count in capacity.windows)
+    return capacity, tokens * 64
+
+
+@given(
+    full=st.integers(0, 30),
+    window=st.integers(1, 30),
+    width=st.sampled_from([1, 128, 512, 4096]),
+    gigabytes=st.floats(0.01, 40),
+    rows=st.integers(1, 256),
+    total=st.sampled_from([None, 600, 2048, 8192, 32768]),
+    prefill=st.integers(1, 8192),
+)
+def test_groups_never_take_more_memory_and_a_restart_has_the_same_blocks(
+    full: int,
+    window: int,
+    width: int,
+    gigabytes: float,
+    rows: int,
+    total: int | None,
+    prefill: int,
+) -> None:
+    shape = windowed(full=full, window=window, width=width)
+    limits: dict[str, Any] = {"rows": rows, "max_total_tokens": total, "prefill": prefill}
+    try:
+        whole, _ = divided(replace(shape, windows=()), gigabytes, **limits)
+    except CapacityError:
+        return
+    capacity, num_bytes = divided(shape, gigabytes, **limits)
+    assert num_bytes <= gigabytes * GB
+    assert capacity.num_blocks >= whole.num_blocks
+    for group, count in capacity.windows:
+        # A row can go on, and a window has no more blocks than the full layers.
+        assert -(-group.reach // 64) + 2 < count <= capacity.num_blocks
+    again, _ = divided(
+        shape,
+        gigabytes,
+        **limits,
+        num_blocks=capacity.num_blocks,
+        window_blocks=tuple(count for _, count in capacity.windows),
+    )
+    assert again == capacity
+
+
+def test_windows_leave_most_memory_to_the_other_layers() -> None:
+    shape = windowed()
+    whole, _ = divided(replace(shape, windows=()), 8, max_total_tokens=8192)
+    capacity, _ = divided(shape, 8, max_total_tokens=8192)
+    assert capacity.max_batch_total_tokens > 2.5 * whole.max_batch_total_tokens
+    assert capacity.kv_bytes_per_token * capacity.num_blocks * 64 <= 8 * GB
+
+
+def test_windows_get_blocks_for_every_row_where_memory_allows() -> None:
+    capacity, _ = divided(windowed(), 8, rows=16, max_total_tokens=8192)
+    ((group, count),) = capacity.windows
+    per_row = -(-group.reach // 64) + 2
+    assert count > 16 * per_row + 2 * 4096 // 64
+
+
+@pytest.mark.parametrize(("total", "gigabytes"), [(600, 8), (2048, 0.1)])
+def test_windows_that_save_nothing_have_no_group(total: int, gigabytes: float) -> None:
+    shape = windowed()
+    limits: dict[str, Any] = {"max_total_tokens": total}
+    capacity, _ = divided(shape, gigabytes, **limits)
+    assert capacity == divided(replace(shape, windows=()), gigabytes, **limits)[0]
+    assert capacity.windows == ()
+
+
+def test_a_model_of_windows_only_needs_no_memory_beyond_them() -> None:
+    capacity, num_bytes = divided(windowed(full=0, window=32, width=4096), 8)
+    ((_, count),) = capacity.windows
+    assert num_bytes == count * 64 * 32 * 1024 <= 8 * GB
+    assert capacity.num_blocks > count
+
+
+def test_another_number_of_groups_than_before_is_refused() -> None:
+    with pytest.raises(CapacityError, match="2 window groups"):
+        divided(windowed(), 8, num_blocks=100, window_blocks=(20, 20))
+    with pytest.raises(CapacityError, match="the previous group had"):
+        divided(windowed(), 8, num_blocks=10**6, window_blocks=(10**5,))
+
+
+def rows_for(num_bytes: int, **limits: Any) -> int:
+    """Rows for features of 1 KiB in tiles of 64, of which the largest image has 65."""
+    request = WarmupRequest(
+        max_batch_prefill_tokens=4096, max_batch_size=32, max_concurrent_requests=128, **limits
+    )
+    memory = KVMemory(bytes=num_bytes, is_budget=True, max_bytes=num_bytes)
+    return feature_rows_in(
+        memory, request, row_bytes=1024, tile_rows=64, max_tiles=65, max_positions=4096
+    )
+
+
+def test_features_of_images_have_a_sixteenth_of_the_memory_at_most() -> None:
+    assert rows_for(16 * 2**20 + 9) == 1024
+    assert rows_for(16 * 64 * 1024) == 64
+    assert rows_for(GB) == 8 * 4096
+    assert rows_for(GB, max_total_tokens=100) == 65 * 64
+    assert rows_for(1, feature_rows=77) == 77
+    with pytest.raises(CapacityError, match="--kv-memory"):
+        rows_for(16 * 64 * 1024 - 1)
+
+
+@given(st.integers(3, 10_000), st.integers(1, 200))
+def test_pages_of_states_and_second_ones_fit_into_half_of_the_memory(fit: int, slots: int) -> None:
+    memory = KVMemory(bytes=2 * fit * 100, is_budget=True, max_bytes=2 * fit * 100)
+    request = WarmupRequest(
+        max_batch_prefill_tokens=64, max_batch_size=slots, max_concurrent_requests=slots
+    )
+    plain = state_pages_in(memory, request, 100, drafts=False)
+    pages = state_pages_in(memory, request, 100, drafts=True)
+    assert plain == min(fit, 8 * slots)
+    second = second_pages(pages, slots)
+    assert pages + second <= fit
+    # Every running sequence has both, and as many run as without draft tokens, or all that fit.
+    assert second == min(slots, pages - 1)
+    assert pages == plain or pages + second >= fit - 1
+
+
+def test_states_of_drafts_need_memory_for_three_pages() -> None:
+    memory = KVMemory(bytes=400, is_budget=True, max_bytes=400)
+    request = WarmupRequest(
+        max_batch_prefill_tokens=64, max_batch_size=4, max_concurrent_requests=4
+    )
+    assert state_pages_in(memory, request, 100, drafts=False) == 2
+    with pytest.raises(CapacityError, match="and 3 must fit into 50%"):
+        state_pages_in(memory, request, 100, drafts=True)

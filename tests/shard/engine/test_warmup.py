@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine import warmup
-from millrace_shard.engine.kv_capacity import CapacityError, KVMemory, WarmupRequest
+from millrace_shard.engine.kv_capacity import (
+    CacheShape,
+    Capacity,
+    CapacityError,
+    KVMemory,
+    WarmupRequest,
+    WindowShape,
+    longest_in,
+)
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import LongestDecode, MemoryLimits, WarmedUp, run_largest, warm_up
+from millrace_shard.kernels import kept_results
 from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.build import warn_of_compilations
+from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.graph_capture import GraphSettings
@@ -37,6 +50,14 @@ class SmallerPeer(ProcessGroup):
         return min(value, 20)
 
 
+class UnknowingPeer(ProcessGroup):
+    """A group whose other rank starts for the first time."""
+
+    def minimum(self, value: int) -> int:
+        """The answer of the collective."""
+        return value if value > 1 else 0
+
+
 @dataclass
 class Setup:
     """A model on CPU with kernels that remember."""
@@ -44,6 +65,8 @@ class Setup:
     model: FakeModel = field(default_factory=FakeModel)
     kernels: FakeKernels = field(default_factory=FakeKernels)
     group: ProcessGroup = field(default_factory=ProcessGroup.single)
+    identity: str = ""
+    adapters: AdapterStore | None = None
 
     def warm_up(
         self,
@@ -59,6 +82,8 @@ class Setup:
             group=self.group,
             device=torch.device("cpu"),
             dtype=torch.float32,
+            identity=self.identity,
+            adapters=self.adapters,
         )
         # The rows of the longest decode share a block.
         self.model.reads_cache = not profile
@@ -100,7 +125,7 @@ def test_on_cpu_the_largest_prefill_is_tried_on_the_first_layers() -> None:
     assert warmed_up.capacity.kv_bytes_per_token == 3 * BYTES_PER_TOKEN
 
 
-def test_a_rank_in_the_place_of_another_one_tries_nothing_on_cpu() -> None:
+def test_a_rank_that_replaces_another_one_tries_nothing_on_cpu() -> None:
     model = ThreeLayers()
     setup = Setup(model)
     before = setup.warm_up(num_blocks=3 * 101)
@@ -109,6 +134,86 @@ def test_a_rank_in_the_place_of_another_one_tries_nothing_on_cpu() -> None:
     after = setup.warm_up(request=request, num_blocks=3 * 101)
     assert after.capacity == before.capacity
     assert model.first.batches == model.batches == []
+
+
+@pytest.mark.parametrize(
+    ("total", "flag"), [(30, "--max-batch-prefill-tokens"), (4000, "--max-total-tokens")]
+)
+def test_out_of_memory_before_a_step_names_the_larger_part(
+    total: int, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table has 8 bytes for each position of 4 slots, and prompts have 24 bytes for each token."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(warmup, "_new_runner", fail)
+    setup, request = Setup(ThreeLayers()), replace(REQUEST, max_total_tokens=total)
+    setup.model.info = replace(setup.model.info, max_position_embeddings=5000)
+    with pytest.raises(CapacityError, match=flag):
+        setup.warm_up(request, profile=True)
+
+
+def test_the_profile_run_has_adapters_for_many_rows_and_for_few(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    setup = Setup(adapters=AdapterStore(AdapterTable(cpu), tmp_path, torch.float32))
+    request = replace(REQUEST, max_adapters=2, adapter_pages=0)
+    setup.warm_up(request, profile=True)
+    adapted = [
+        batch.adapters.host.tolist() for batch in setup.model.batches if batch.adapters is not None
+    ]
+    assert adapted == [[1] * 150, [1]]
+    assert setup.adapters is not None
+    assert setup.adapters.table.adapters() == {}
+
+
+def test_a_kernel_that_is_compiled_after_the_warm_up_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    knobs = pytest.importorskip("triton.knobs", reason="no Triton for this platform")
+    Setup().warm_up()
+    listener = knobs.compilation.listener
+    for cache_hit in (True, False):
+        listener(
+            src=SimpleNamespace(name="_shrink"),
+            metadata={},
+            metadata_group={},
+            times=None,
+            cache_hit=cache_hit,
+        )
+    assert [record.getMessage().split(" while")[0] for record in caplog.records] == [
+        "Triton has compiled _shrink"
+    ]
+    warn_of_compilations(active=False)
+    assert knobs.compilation.listener is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where results are kept."""
+    monkeypatch.setattr(kept_results, "cache_folder", lambda _: tmp_path)
+    return tmp_path
+
+
+def test_a_second_start_does_not_try_the_largest_prefill_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def num_trials(identity: str = "m", request: WarmupRequest = REQUEST, **group: Any) -> int:
+        setup = Setup(identity=identity, **group)
+        capacities.append(setup.warm_up(request).capacity)
+        return len(setup.model.batches)
+
+    capacities: list[Capacity] = []
+    assert [num_trials(), num_trials()] == [1, 0]
+    assert capacities[0] == capacities[1]
+    assert num_trials("other files or flags") == 1
+    assert num_trials(request=replace(REQUEST, max_batch_prefill_tokens=151)) == 1
+    assert [num_trials(""), num_trials("")] == [1, 1]
+    # All ranks try it if one does.
+    assert num_trials(group=UnknowingPeer(0, 2, torch.device("cpu"))) == 1
+    assert num_trials() == 0
+    monkeypatch.setattr(warmup, "available_memory", lambda: 10)
+    assert num_trials() == 1
 
 
 def test_where_memory_is_measured_all_layers_are_tried() -> None:
@@ -212,6 +317,36 @@ def test_the_profile_run_has_a_decode_of_the_longest_sequences() -> None:
     assert (tables[:, :12] == 1).all()
     assert len({1, *tables[:, 12].tolist()}) == 46
     assert int(tables.max()) < 2 + 45
+
+
+@pytest.mark.parametrize(
+    ("total", "num_blocks", "longest"), [(None, None, 96), (400, None, 400), (None, 9, 128)]
+)
+def test_the_profile_run_has_no_longer_sequences_than_the_memory_holds(
+    total: int | None, num_blocks: int | None, longest: int
+) -> None:
+    """Where the model has more positions, and no limit is set; an earlier group held longer ones then."""
+    shape = CacheShape(
+        block_size=16,
+        bytes_per_token=100,
+        max_position_embeddings=1_000_000,
+        windows=(WindowShape(window=8, reach=8, num_layers=1, bytes_per_token=40),),
+    )
+    memory = KVMemory(bytes=1, is_budget=True, max_bytes=96 * 60 + 59)
+    request = replace(REQUEST, max_total_tokens=total, num_blocks=num_blocks)
+    assert longest_in(memory, request, shape) == longest
+    assert longest_in(memory, request, replace(shape, max_position_embeddings=90)) == min(
+        90, total or 90
+    )
+
+
+def test_a_model_with_more_positions_than_memory_is_profiled_with_fewer() -> None:
+    setup = Setup()
+    setup.model.info = replace(setup.model.info, max_position_embeddings=1_000_000)
+    warmed_up = setup.warm_up(replace(REQUEST, max_total_tokens=None), profile=True)
+    longest = max(end for batch in setup.model.batches for end in batch.num_context)
+    assert longest < 10_000
+    assert warmed_up.capacity.max_total_tokens <= longest
 
 
 def test_sequences_that_do_not_fit_at_their_full_length_name_the_flags() -> None:
@@ -361,4 +496,6 @@ def test_memory_that_torch_cannot_release_does_not_count_as_free(
     setup, recorder = Setup(), Recorder(fail)
     setup.warm_up(profile=True, graphs=GraphSettings((1, 2), recorder.new_capture))
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in (49, 49, 49, 3))
-    assert counted == [reused * (1 + num_blocks) * BLOCK_SIZE * BYTES_PER_TOKEN]
+    before, after = counted
+    assert before == 0
+    assert after == reused * (1 + num_blocks) * BLOCK_SIZE * BYTES_PER_TOKEN

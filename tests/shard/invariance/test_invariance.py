@@ -22,8 +22,8 @@ from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import TILE_UNITS, make_kernels, tiles_by
+from millrace_testing.models.models import read_model
 
 NUM_TOKENS = 6
 SAMPLING = (
@@ -131,7 +131,7 @@ def shard(
         kernels = CpuKernels(deterministic=True, tiles=False)
     group = ProcessGroup.single()
     with torch.inference_mode():
-        model = load_model(folder, dtype=dtype, kernels=kernels, group=group, device=device)
+        model = read_model(folder, kernels, dtype=dtype, group=group, device=device)
     loaded = LoadedModel(
         model=model,
         kernels=kernels,
@@ -215,7 +215,7 @@ def test_sequences_differ_at_all(alone: list[Found]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [64, 7])
-def test_what_a_freed_page_holds_changes_no_bit(shard: Shard, chunk: int) -> None:
+def test_the_content_of_freed_pages_changes_no_bit(shard: Shard, chunk: int) -> None:
     shard.fill_pages(0.0)
     clean = generate(shard, [3, 1, 0, 2], chunk)
     shard.fill_pages(float("nan"))

@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import transformers_model
 from millrace_shard.models.transformers_backend.supported import SUPPORTED
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import CONFIGS, Driver, Run, prompt_of, save_tiny
+from millrace_testing.models.models import CONFIGS, Driver, Run, prompt_of, read_model, save_tiny
 
 CPU = torch.device("cpu")
 LENGTH = 37
@@ -40,11 +38,50 @@ ODD: dict[str, dict[str, Any]] = {
         name: _ODD | {"intermediate_size": 331, "head_dim": 24}
         for name in ("gemma2", "glm4", "qwen3")
     },
+    "bamba": _ODD | {"intermediate_size": 331, "mamba_d_head": 12},
+    "granitemoehybrid": _ODD | {"shared_intermediate_size": 331, "mamba_d_head": 12},
+    "falcon_h1": _ODD | {"intermediate_size": 331, "mamba_d_head": 12, "mamba_d_ssm": 96},
+    "nemotron_h": _ODD
+    | {
+        "intermediate_size": 331,
+        "moe_intermediate_size": 331,
+        "mamba_head_dim": 12,
+        "head_dim": 24,
+    },
+    "mamba2": {"hidden_size": 48, "head_dim": 12},
+    "mamba": {"hidden_size": 52},
+    "falcon_mamba": {"hidden_size": 52},
+    "gptj": {"n_embd": 48, "n_head": 2, "n_inner": 331},
+    "falcon": _ODD | {"num_kv_heads": 1, "ffn_hidden_size": 331},
+    "bloom": {"hidden_size": 48, "n_head": 2},
+    "mpt": {"d_model": 48, "n_heads": 2},
+    "dbrx": {
+        "d_model": 48,
+        "n_heads": 2,
+        "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 331, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "gpt2": {"n_embd": 48, "n_head": 2, "n_inner": 331},
     "gpt_bigcode": {"n_embd": 48, "n_head": 2, "n_inner": 331},
     "opt": _ODD | {"ffn_dim": 331, "word_embed_proj_dim": 48},
     "qwen2_moe": _ODD | {"moe_intermediate_size": 331, "shared_expert_intermediate_size": 203},
+    **{
+        name: _ODD
+        | {"num_key_value_heads": 2, "moe_intermediate_size": 331, "intermediate_size": 331}
+        for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
+    },
 }
+WIDE_LATENTS = {
+    "hidden_size": 160,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 48,
+}
+"""Widths that tiles take, and more heads than a tile has rows."""
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (*FAMILIES, *SUPPORTED)},
     **{f"{name}-odd": (name, ODD[name]) for name in (*FAMILIES, *SUPPORTED)},
@@ -53,11 +90,22 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt-gelu": ("opt", {"do_layer_norm_before": False, "activation_function": "gelu"}),
     "opt-quick": ("opt", {"ffn_dim": 331, "activation_function": "quick_gelu"}),
     "cohere-qk-norm": ("cohere", {"use_qk_norm": True}),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "mixtral-window": ("mixtral", {"sliding_window": 9}),
     "qwen2_moe-normalised": (
         "qwen2_moe",
         {"norm_topk_prob": True, "num_experts": 40, "num_experts_per_tok": 9},
     ),
+    "deepseek_v2-tiles": ("deepseek_v2", WIDE_LATENTS),
+    "glm4_moe_lite-tiles": ("glm4_moe_lite", WIDE_LATENTS),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
 }
 
@@ -74,13 +122,27 @@ FALLBACKS = ("cpu-bf16-without-tiles", "plain-bf16", "plain-fp32")
 """Other products and attention below the same modules."""
 CODES = ("cpu-bf16-int4", "cpu-bf16-int4-integer", "cpu-bf16-fp8")
 """Weights of codes, with activations in bfloat16 or in int8."""
-CASES = [(name, kernels) for name in VARIATIONS for kernels in EVERYWHERE] + [
+IN_BOTH = ("llama-odd", "gemma2-caps", "qwen3_next", "deepseek_v2-tiles")
+"""Their bits in float32, too, are part of the short tests."""
+CASES: list[Any] = [
+    pytest.param(name, kernels, marks=[pytest.mark.long] * is_long)
+    for name in VARIATIONS
+    for kernels in EVERYWHERE
+    for is_long in [
+        name not in IN_BOTH and (kernels == EVERYWHERE[1] or f"{name}-odd" in VARIATIONS)
+    ]
+] + [
     (name, kernels)
     for name in ("llama-odd", "mistral-window", "gpt2-odd", "gemma2-caps", "qwen2_moe-odd")
     for kernels in FALLBACKS
 ]
 CASES += [(name, kernels) for name in ("mixtral", "gpt_oss", "qwen3_moe") for kernels in CODES]
-CASES += [("glm4_moe", CODES[1])]
+CASES += [("glm4_moe", CODES[1]), ("deepseek_v2-tiles", CODES[1])]
+CASES += [
+    pytest.param(name, kernels, marks=[pytest.mark.long] * (name == "deepseek_v2-tiles"))
+    for name in ("deepseek_v2-tiles", "deepseek_v3")
+    for kernels in FALLBACKS
+]
 
 
 def loader_of(kernels: str, folder: Path) -> Loader:
@@ -107,14 +169,7 @@ class Loader:
 
     def __call__(self, model_type: str, **overrides: Any) -> CausalModel:
         save_tiny(self.folder, model_type, **overrides)
-        return load_model(
-            self.folder,
-            dtype=self.dtype,
-            kernels=self.kernels,
-            group=ProcessGroup.single(),
-            device=CPU,
-            quantize=self.quantize,
-        )
+        return read_model(self.folder, self.kernels, dtype=self.dtype, quantize=self.quantize)
 
     def driver(self, model: CausalModel) -> Driver:
         """A driver with an empty cache."""
@@ -163,7 +218,7 @@ def last_of_many(driver: Driver, ids: list[int]) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "kernels"), CASES, ids=str)
-def test_bits_depend_on_the_sequence_alone(name: str, kernels: str, tmp_path: Path) -> None:
+def test_bits_depend_only_on_the_sequence(name: str, kernels: str, tmp_path: Path) -> None:
     model_type, overrides = VARIATIONS[name]
     loader = loader_of(kernels, tmp_path)
     model = loader(model_type, **overrides)
@@ -219,7 +274,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind in SUPPORTED and not name.endswith("-odd")
     ],
 )
-def test_classes_themselves_do_nothing_that_rounds_by_place(
+def test_classes_use_only_operators_that_round_each_row_alike(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looks at the operators, since a last bit that changes with the step may not show in a few steps."""

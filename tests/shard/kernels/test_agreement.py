@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from millrace_shard.kernels import agreement, choose
-from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
+from millrace_shard.kernels.agreement import TOLERANCE, Random, largest_difference
 from millrace_shard.kernels.base import (
     AttentionBlock,
     Experts,
+    HeadsLinear,
     Layer,
     LayerCache,
     Layers,
@@ -95,6 +98,26 @@ def test_the_agreement_check_rejects_wrong_kernels(dtype: torch.dtype) -> None:
         )
 
 
+class WithOtherValues(PlainKernels):
+    def attend(self, queries, batch, cache, **rule):  # type: ignore[no-untyped-def]
+        return super().attend(queries, batch, cache, **rule).roll(1, dims=1)
+
+
+class WithOneHeadForAll(PlainKernels):
+    def heads_linear(self, weight: Tensor) -> HeadsLinear:
+        return super().heads_linear(weight[:1].expand_as(weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_agreement_check_rejects_wrong_attention_over_latents(dtype: torch.dtype) -> None:
+    shape, oracle = LayerShape.small(48, latent_dim=32), PlainKernels(deterministic=False)
+    same = PlainKernels(deterministic=True, block_size=64)
+    assert largest_difference(same, oracle, dtype=dtype, shape=shape) < TOLERANCE[dtype]
+    for kind in (WithOtherValues, WithOneHeadForAll, WithoutTheLastExpert):
+        wrong = kind(deterministic=False)
+        assert largest_difference(wrong, oracle, dtype=dtype, shape=shape) > TOLERANCE[dtype]
+
+
 class OffInOneOutput(PlainKernels):
     """Its own halves, of which one has a wrong output in a wrong row."""
 
@@ -132,7 +155,7 @@ class OffInOneOutput(PlainKernels):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong", ["nothing", "attention", "mlp", "layers", "head"])
-def test_agreement_covers_what_serves(wrong: str, dtype: torch.dtype) -> None:
+def test_agreement_covers_every_operator_that_serves(wrong: str, dtype: torch.dtype) -> None:
     oracle = PlainKernels(deterministic=False)
     difference = largest_difference(
         OffInOneOutput(wrong), oracle, dtype=dtype, shape=LayerShape.small(64)
@@ -210,7 +233,7 @@ class WithoutOneSite(PlainKernels):
 
 
 @pytest.mark.parametrize("missing", SITES)
-def test_a_linear_without_its_adapters_is_found(missing: str) -> None:
+def test_a_linear_without_its_adapters_is_detected(missing: str) -> None:
     kernels = WithoutOneSite(missing)
     difference = adapter_difference(kernels, ORACLE, dtype=torch.bfloat16, head_dim=32)
     assert difference > TOLERANCE[torch.bfloat16]
@@ -229,7 +252,7 @@ class ChangesBaseRows(PlainKernels):
         return run
 
 
-def test_deterministic_kernels_that_change_rows_of_the_base_are_found() -> None:
+def test_deterministic_kernels_that_change_rows_of_the_base_are_detected() -> None:
     for deterministic, is_fault in ((True, True), (False, False)):
         kernels = ChangesBaseRows(deterministic=deterministic)
         result = adapter_difference(kernels, ORACLE, dtype=torch.float32, head_dim=32)
@@ -251,3 +274,33 @@ def test_kernels_that_fail_the_check_do_not_serve_with_adapters(
         )
     assert chosen.name == "plain"
     assert "with adapters they differ by 0.5 here" in caplog.text
+
+
+class Drawn(TorchFunctionMode):
+    """Records the device of each draw of random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[tuple[torch.device, torch.device]] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        if func.__name__ in ("rand", "randn", "randint"):
+            self.devices.append((torch.device(options["device"]), options["generator"].device))
+        return func(*args, **options)
+
+
+def test_keys_and_values_of_long_contexts_are_drawn_on_the_device() -> None:
+    """Drawing them on the host takes seconds, and copies them."""
+    kernels, device = PlainKernels(deterministic=False), torch.device("cpu")
+    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=16)
+    with Drawn() as drawn:
+        agreement.filled_cache(kernels, Random(torch.float32, device), shape, (700,))
+    assert drawn.devices
+    assert set(drawn.devices) == {(device, device)}

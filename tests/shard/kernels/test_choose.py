@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import subprocess
 import sys
+import sysconfig
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,11 +15,13 @@ import torch
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels import choose
+from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.build import BuildError, load_operators, operators_loaded
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.kernels.quantized import CodeFormat
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -41,17 +47,18 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "millrace" / "triton"
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, difference: float | RuntimeError) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, difference: float | Exception) -> None:
     """Operators that load, and then differ from plain by so much, or fail."""
 
     def measured(*_: object, **__: object) -> float:
-        if isinstance(difference, RuntimeError):
+        if isinstance(difference, Exception):
             raise difference
         return difference
 
     monkeypatch.setattr(choose, "load_operators", lambda: None)
     monkeypatch.setattr(choose, "largest_difference", measured)
     monkeypatch.setattr(choose, "served_difference", measured)
+    monkeypatch.setattr(choose, "prompt_difference", measured)
     monkeypatch.setattr(choose, "differing_bits", lambda *_, **__: None)
 
 
@@ -80,7 +87,7 @@ def test_determinism_is_handed_on(monkeypatch: pytest.MonkeyPatch, deterministic
     ("difference", "reason"),
     [(0.5, "differ by 0.5"), (float("inf"), "differ by inf"), (RuntimeError("no AMX"), "no AMX")],
 )
-def test_kernels_that_do_not_agree_are_not(
+def test_kernels_that_do_not_agree_are_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     difference: float | RuntimeError,
@@ -118,14 +125,14 @@ def test_running_out_of_memory_does_not_condemn_the_kernels(
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 20)])
-def test_what_they_cannot_do_runs_on_plain(
+def test_unsupported_dtypes_and_shapes_run_on_plain_kernels(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int
 ) -> None:
     pretend(monkeypatch, 0.0)
     assert chosen(dtype, head_dim) == "plain"
 
 
-def test_for_float16_on_cpu_it_is_said_what_to_do(
+def test_float16_on_cpu_is_logged_with_the_flag_that_helps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pretend(monkeypatch, 0.0)
@@ -163,6 +170,60 @@ def test_cuda_kernels_that_agree_are_chosen(
     assert vars(kernels)["deterministic"] is deterministic
 
 
+def operators_on_cuda(
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    *,
+    deterministic: bool = False,
+    disabled: tuple[str, ...] = (),
+) -> tuple[str, ...]:
+    return choose_kernels(
+        CUDA,
+        dtype,
+        deterministic=deterministic,
+        shapes=[LayerShape.small(80, cache_dtype)],
+        disabled=disabled,
+    ).operators
+
+
+@needs_triton
+def test_torchs_operators_are_taken_in_fast_mode_where_the_model_has_a_use_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, 0.0)
+    assert operators_on_cuda() == ("varlen_attn", "grouped_mm")
+    assert operators_on_cuda(disabled=("varlen_attn",)) == ("grouped_mm",)
+    assert operators_on_cuda(torch.float16) == ("varlen_attn",)
+    assert operators_on_cuda(cache_dtype=torch.int8) == ("grouped_mm",)
+    assert operators_on_cuda(torch.float32) == operators_on_cuda(deterministic=True) == ()
+    coded = replace(LayerShape.small(64), formats=(CodeFormat(values=(0, 1), group_size=None),))
+    kernels = choose_kernels(CUDA, torch.float32, deterministic=False, shapes=[coded])
+    assert kernels.operators == ("cublas",)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "failure", [None, RuntimeError("no kernel image"), TypeError("no such parameter")]
+)
+def test_an_operator_that_disagrees_or_fails_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception | None
+) -> None:
+    pretend(monkeypatch, 0.0)
+
+    def measured(kernels: Kernels, *_: object, **__: object) -> float:
+        if "varlen_attn" not in kernels.operators:
+            return 0.0
+        if failure is None:
+            return 0.5
+        raise failure
+
+    monkeypatch.setattr(choose, "prompt_difference", measured)
+    assert operators_on_cuda() == ("grouped_mm",)
+    (record,) = caplog.records
+    assert record.message.startswith("varlen_attn is not used: ")
+    assert str(failure or "differs by 0.5") in record.message
+
+
 def chosen_on_cuda() -> str:
     return choose_kernels(
         CUDA, torch.bfloat16, deterministic=False, shapes=[LayerShape.small(80)]
@@ -185,6 +246,49 @@ def test_cuda_kernels_that_do_not_agree_are_refused(
 ) -> None:
     pretend(monkeypatch, difference)
     assert reason in refused_on_cuda()
+
+
+@needs_triton
+def test_what_triton_cannot_compile_without_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failure = subprocess.CalledProcessError(1, ["gcc", "main.c"])
+    pretend(monkeypatch, failure)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: None)
+    assert "fail on this GPU: Command" in refused_on_cuda()
+    paths = dict(sysconfig.get_paths(), include=str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr("sysconfig.get_paths", lambda _: paths)
+        assert f"{tmp_path} has no Python.h: install python3-dev" in refused_on_cuda()
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", str(tmp_path))
+        patched.delenv("CC", raising=False)
+        assert "needs a C compiler: install gcc" in refused_on_cuda()
+        patched.setenv("CC", "gcc-99")
+        assert "CC names gcc-99, which is not there" in refused_on_cuda()
+
+    def missing(_: str) -> None:
+        raise OSError
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert "needs libcuda.so.1 of NVIDIA's driver" in refused_on_cuda()
+
+
+@needs_triton
+def test_errors_of_tritons_compiler_with_adapters_are_reasons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, 0.0)
+    errors = importlib.import_module("triton.runtime.errors")
+
+    def fail(*_: object, **__: object) -> float:
+        raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(choose, "adapter_difference", fail)
+    with pytest.raises(UnsupportedModel, match="fail with adapters: out of resource"):
+        choose_kernels(
+            CUDA, torch.bfloat16, deterministic=False, shapes=[LayerShape.small(64)], adapters=True
+        )
 
 
 @needs_triton
@@ -231,13 +335,10 @@ def test_sums_in_16_bits_are_off_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_triton
-def test_what_cuda_kernels_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_and_shapes_unsupported_on_cuda_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 0.0)
     assert "float64" in refused_on_cuda(torch.float64)
     assert "head_dim" in refused_on_cuda(head_dim=512)
-    shape = LayerShape.small(80, torch.int8)
-    with pytest.raises(UnsupportedModel, match="they have no KV cache in int8 yet"):
-        choose_kernels(CUDA, torch.bfloat16, deterministic=True, shapes=[shape])
 
 
 def test_without_triton_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

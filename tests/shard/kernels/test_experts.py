@@ -48,9 +48,11 @@ def defined(rule: RoutingRule, logits: list[float], correction: list[float]) -> 
         kept = sorted(worth, key=lambda group: -worth[group])[: rule.top_groups]
         candidates = [e for e in experts if e // size in kept]
     else:
-        ranked, candidates = logits, list(experts)
+        candidates = list(experts)
         total = sum(map(math.exp, logits))
         scores = [math.exp(x) / total for x in logits]
+        corrected = [score + added for score, added in zip(scores, correction, strict=True)]
+        ranked = corrected if rule.scoring is Scoring.SOFTMAX else logits
     chosen = sorted(candidates, key=lambda e: (-ranked[e], e))[: rule.top_k]
     shares = [scores[e] for e in chosen]
     if rule.renormalise or rule.scoring is Scoring.SOFTMAX_OF_CHOSEN:
@@ -59,7 +61,7 @@ def defined(rule: RoutingRule, logits: list[float], correction: list[float]) -> 
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_choice_and_shares_are_what_their_definitions_say(name: str) -> None:
+def test_the_choice_and_the_shares_match_their_definitions(name: str) -> None:
     rule, logits, correction = RULES[name], random(50, NUM_EXPERTS), random(NUM_EXPERTS, seed=1)
     chosen, shares = rule.choose(logits, correction)
     for row, experts, result in zip(logits.tolist(), chosen.tolist(), shares, strict=True):
@@ -77,7 +79,7 @@ def test_of_equal_experts_the_first_is_chosen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_row_has_the_same_bits_alone(name: str) -> None:
+def test_a_row_has_the_same_choice_and_shares_in_any_batch(name: str) -> None:
     rule, logits, correction = RULES[name], random(133, NUM_EXPERTS), random(NUM_EXPERTS, seed=1)
     chosen, shares = rule.choose(logits, correction)
     for row in range(0, len(logits), 7):

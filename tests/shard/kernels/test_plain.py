@@ -23,11 +23,6 @@ CPU = torch.device("cpu")
 MODES = [False, True]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @dataclass
 class Case:
     """Sequences with all their keys and values in a paged cache whose other positions are NaN."""
@@ -248,7 +243,7 @@ def test_nan_past_the_end_changes_nothing() -> None:
         assert torch.equal(out, kernels.attend(queries, batch, clean, scale=0.3, window=30))
 
 
-def test_zero_blocks_clears_those_alone() -> None:
+def test_zero_blocks_clears_only_the_listed_blocks() -> None:
     kernels = PlainKernels(deterministic=False, block_size=4)
     case = make_case(kernels, [16])
     before = case.cache.keys.clone()
@@ -401,7 +396,9 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 49152])
-def test_it_is_the_maximum_and_its_log_probability(choose: Choose, size: int) -> None:
+def test_the_greedy_choice_is_the_maximum_with_its_log_probability(
+    choose: Choose, size: int
+) -> None:
     logits = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 5
     ids, logprobs, failed = choose(logits)
     assert not failed.any()
@@ -410,7 +407,7 @@ def test_it_is_the_maximum_and_its_log_probability(choose: Choose, size: int) ->
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_first_of_equals_is_chosen(choose: Choose) -> None:
+def test_the_first_of_equal_tokens_is_chosen(choose: Choose) -> None:
     logits = torch.zeros(3, 100)
     logits[1, [40, 99]] = 2.0
     logits[2, [99, 17]] = 3.0

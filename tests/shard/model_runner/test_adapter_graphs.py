@@ -89,7 +89,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, CudaKernels(deterministic=True))
 
 
-def test_graphs_yield_what_eager_steps_do(bench: Bench) -> None:
+def test_graphs_yield_the_results_of_eager_steps(bench: Bench) -> None:
     for slot, adapter_slot in enumerate((1, 0, 2)):
         bench.admit(slot, adapter_slot)
     for slots in ((0, 1, 2), (0, 1, 2), (2, 0), (1,), (2,), (0,), (1, 0, 2)):
@@ -97,6 +97,7 @@ def test_graphs_yield_what_eager_steps_do(bench: Bench) -> None:
     assert bench.replays() == [0, 1, 4, 2]
 
 
+@pytest.mark.long
 def test_graphs_hold_for_adapters_that_are_loaded_later(bench: Bench) -> None:
     bench.admit(0, 1)
     bench.admit(1, 2)
@@ -108,6 +109,7 @@ def test_graphs_hold_for_adapters_that_are_loaded_later(bench: Bench) -> None:
     assert bench.replays() == [0, 0, 2, 0]
 
 
+@pytest.mark.long
 def test_more_ranks_than_a_graph_has_programs_for_run_eagerly(bench: Bench) -> None:
     bench.adapted.put(3, bench.digests[3])
     bench.admit(0, 3)
@@ -118,7 +120,7 @@ def test_more_ranks_than_a_graph_has_programs_for_run_eagerly(bench: Bench) -> N
     assert bench.replays() == [0, 0, 0, 1]
 
 
-def test_adapters_of_an_earlier_step_are_found(
+def test_adapters_of_an_earlier_step_are_detected(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault: the buffer keeps the adapters of the first step."""

@@ -22,7 +22,6 @@ from millrace_shard.model_runner.decode_graphs import KIND
 from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
 from millrace_shard.model_runner.trial_sequence import TrialSequence
 from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend.supported import SUPPORTED
 from millrace_shard.models.transformers_backend.transformers_model import CAPTURED
 from millrace_testing.engines.graphs import Recorder, out_of_memory
@@ -38,7 +37,7 @@ from millrace_testing.engines.steps import (
     ints,
     tiny_llama,
 )
-from millrace_testing.models.models import prompt_of, save_tiny
+from millrace_testing.models.models import prompt_of, read_model, save_tiny
 
 SIZES = (1, 2, 4)
 Setup = tuple[CausalModel, Kernels, torch.dtype]
@@ -95,7 +94,7 @@ def play(stepper: Stepper) -> list[StepResult]:
     return results
 
 
-def test_graphs_yield_what_eager_steps_do(setup: Setup, recorder: Recorder) -> None:
+def test_graphs_yield_the_results_of_eager_steps(setup: Setup, recorder: Recorder) -> None:
     by_graph, eager = steppers(setup, recorder)
     exact = setup[1].name == "cpu"
     for ours, theirs in zip(play(by_graph), play(eager), strict=True):
@@ -124,7 +123,7 @@ def test_padding_writes_no_block_but_its_own(setup: Setup, recorder: Recorder) -
         assert not layer.keys[0].any()
 
 
-def test_the_largest_is_captured_first_and_only_what_batches_need(
+def test_the_largest_size_is_captured_first_and_only_sizes_of_batches(
     setup: Setup, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -236,7 +235,7 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_what_cannot_be_captured_runs_eagerly(
+def test_steps_that_cannot_be_captured_run_eagerly(
     setup: Setup, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     obstacle = OBSTACLES[name]
@@ -286,7 +285,7 @@ FAILED, NOT_CAPTURABLE, NO_MEMORY, GOOD = range(4)
         ([GOOD] * 2 + [NOT_CAPTURABLE], (), False, [4]),
     ],
 )
-def test_all_ranks_give_up_what_one_cannot_capture(
+def test_all_ranks_drop_the_sizes_that_one_cannot_capture(
     setup: Setup,
     outcomes: list[int],
     left: tuple[int, ...],
@@ -327,7 +326,7 @@ def test_a_graph_is_compared_over_another_context_in_each_row(setup: Setup) -> N
         assert positions.min() >= 0
 
 
-def test_a_failed_row_among_good_ones_fails_alone_by_graph(
+def test_a_failed_row_among_good_ones_fails_no_other_by_graph(
     setup: Setup, recorder: Recorder
 ) -> None:
     """NaN in one sequence's pages reaches neither its mates nor the padding."""
@@ -366,16 +365,8 @@ def test_the_kernels_of_cuda_take_nothing_from_the_host_copies(
     assert recorder.replays() == {2: 2}
 
 
-@pytest.fixture
-def gpu() -> torch.device:
-    """Skips where there is no GPU: CUDA's own capture runs on one alone; all around it is tested above."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return torch.device("cuda", 0)
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_cuda_graphs_yield_what_eager_steps_do(
+def test_cuda_graphs_yield_the_results_of_eager_steps(
     gpu: torch.device, deterministic: bool, tmp_path: Path
 ) -> None:
     cuda = import_module("millrace_shard.kernels.cuda.operators")
@@ -404,13 +395,7 @@ def test_listed_classes_of_transformers_are_captured(
     kernels = cuda.CudaKernels(deterministic=False)
     save_tiny(tmp_path, name)
     with torch.inference_mode():
-        model = load_model(
-            tmp_path,
-            dtype=torch.float32,
-            kernels=kernels,
-            group=ProcessGroup.single(),
-            device=gpu,
-        )
+        model = read_model(tmp_path, kernels, device=gpu)
     settings = GraphSettings(SIZES, CudaCapture)
     by_graph = Stepper(model, kernels, dtype=torch.float32, graphs=settings, device=gpu)
     assert by_graph.graphs is not None
@@ -508,7 +493,7 @@ def test_graphs_of_whole_steps_end_at_256_rows_and_pieces_at_512_tokens() -> Non
     ],
     ids=["decodes", "many-decodes", "drafts", "more-drafts", "most-drafts"],
 )
-def test_steps_without_a_graph_of_their_own(
+def test_steps_without_a_whole_graph_run_in_pieces_or_eagerly(
     patched_steppers: Steppers, step: Forward, whole: dict[int, int], size: int | None
 ) -> None:
     """Each size of pieces is counted once, although a step replays all pieces of a size."""

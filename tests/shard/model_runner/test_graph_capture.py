@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.model_runner.capture_run import Candidate, CaptureRun
 from millrace_shard.model_runner.graph_capture import (
+    Capture,
+    Captured,
     CaptureError,
     CudaCapture,
+    CudaCaptures,
     GraphSettings,
     empty_cache,
     ends_failed_captures,
@@ -39,6 +45,8 @@ class FakeCuda:
     sync_debug_mode: str = "default"
     end_error: RuntimeError | None = None
     """Raised by the end of a capture."""
+    has_warned: bool = False
+    num_streams: int = 0
 
     def __post_init__(self) -> None:
         self.current = FakeStream("caller", self.calls)
@@ -46,7 +54,7 @@ class FakeCuda:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         replaced: dict[str, Any] = {
             "graph_pool_handle": lambda: "pool",
-            "Stream": lambda: FakeStream("side", self.calls),
+            "Stream": self.new_stream,
             "current_stream": lambda: self.current,
             "stream": self.stream,
             "graph": self.graph,
@@ -57,8 +65,17 @@ class FakeCuda:
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
+    def new_stream(self) -> FakeStream:
+        self.num_streams += 1
+        return FakeStream("side", self.calls)
+
     def set_sync_debug_mode(self, mode: str) -> None:
+        """As torch's, which warns once in a process, after it has set the mode."""
         self.sync_debug_mode = mode
+        if not self.has_warned:
+            self.has_warned = True
+            text = "Synchronization debug mode is a prototype feature and does not yet detect all"
+            warnings.warn(f"{text} synchronizing operations", UserWarning, stacklevel=2)
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
@@ -117,7 +134,15 @@ def test_work_is_warmed_up_on_the_stream_of_captures_and_must_not_wait_then(cuda
     assert cuda.current.name == "caller"
 
 
-def test_work_that_waits_is_found_outside_a_capture(cuda: FakeCuda) -> None:
+def test_all_captures_of_a_process_share_a_stream(cuda: FakeCuda) -> None:
+    new_capture = CudaCaptures()
+    assert cuda.num_streams == 0
+    for _ in range(3):
+        new_capture().warm_up(cuda.compute)
+    assert cuda.num_streams == 1
+
+
+def test_work_that_waits_is_detected_outside_a_capture(cuda: FakeCuda) -> None:
     with pytest.raises(RuntimeError, match="synchronizing") as caught:
         CudaCapture().warm_up(cuda.waiting)
     assert not isinstance(caught.value, CaptureError)
@@ -126,7 +151,15 @@ def test_work_that_waits_is_found_outside_a_capture(cuda: FakeCuda) -> None:
     assert (cuda.sync_debug_mode, cuda.current.name) == ("default", "caller")
 
 
-def test_memory_runs_out_outside_a_capture(cuda: FakeCuda) -> None:
+def test_a_warning_that_is_an_error_leaves_no_mode_behind(cuda: FakeCuda) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="prototype"):
+            CudaCapture().warm_up(cuda.compute)
+    assert cuda.sync_debug_mode == "default"
+
+
+def test_out_of_memory_is_detected_outside_a_capture(cuda: FakeCuda) -> None:
     def run_out() -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -156,22 +189,43 @@ def test_a_failed_capture_names_its_first_error_and_restores_the_stream(
     assert cuda.current.name == "caller"
 
 
-def test_a_capture_may_fail_at_its_end_alone(cuda: FakeCuda) -> None:
+def test_a_capture_that_fails_only_at_its_end_is_an_error(cuda: FakeCuda) -> None:
     cuda.end_error = RuntimeError("the capture is invalid")
     with pytest.raises(CaptureError, match=r"^the capture is invalid$"):
         CudaCapture().record(cuda.compute)
 
 
+def test_work_that_triton_cannot_compile_runs_without_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors = pytest.importorskip("triton.runtime.errors", reason="no Triton for this platform")
+
+    def fail() -> None:
+        raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    def candidate(_: Capture, __: int) -> Candidate[None]:
+        return Candidate(warm_up=fail, record=lambda: None, compare=lambda _: None)
+
+    settings = GraphSettings(None, RecorderOfNothing)
+    run = CaptureRun("graphs", settings, ProcessGroup.single(), torch.device("cpu"))
+    assert run.capture([4, 1], candidate) == {}
+    assert not settings.may_capture("graphs")
+    assert "running without graphs: out of resource: shared memory" in caplog.text
+
+
+class RecorderOfNothing:
+    """A capture that is never used."""
+
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        raise AssertionError
+
+    def record(self, compute: Callable[[], Tensor]) -> Captured:
+        raise AssertionError
+
+
 def wait(x: Tensor) -> Tensor:
     """Wait for the device."""
     return x * float(x.sum())
-
-
-@pytest.fixture
-def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return torch.device("cuda", 0)
 
 
 def test_cuda_refuses_work_that_waits_and_captures_the_next(gpu: torch.device) -> None:
@@ -230,7 +284,7 @@ def test_a_kind_that_cannot_be_captured_leaves_the_others() -> None:
     assert settings.may_capture("graphs")
 
 
-def test_given_sizes_are_those_that_a_batch_may_need() -> None:
+def test_the_graph_sizes_are_those_that_a_batch_may_need() -> None:
     settings = GraphSettings((4, 1, 32, 2, 2), CudaCapture)
     assert settings.sizes_up_to(8) == [4, 2, 1]
     assert GraphSettings((), CudaCapture).sizes_up_to(8) == []

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace_shard.batch.step import Forward
-from millrace_shard.device import transfers
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings, waits_as_errors
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.speculation.loading import Speculation
 from millrace_testing.engines.graphs import Recorder
@@ -98,12 +97,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalModel, Kernel
     return tiny_llama(tmp_path_factory.mktemp("llama"), kernels, torch.float32), kernels
 
 
-@pytest.fixture
-def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample as on devices that must not be waited for."""
-    monkeypatch.setattr(transfers, "is_synchronous", lambda _: False)
-
-
 def play(stepper: Stepper, kind: str, launching: Callable[[], Any]) -> None:
     """Prompts, mixed steps and decodes that are each launched inside `launching` and finished outside."""
     fields: dict[str, Any] = SAMPLING[kind]
@@ -170,14 +163,6 @@ def test_launching_drafts_waits_for_no_operation(
     assert drafted or not has_draft
 
 
-@pytest.fixture
-def gpu() -> torch.device:
-    """Skips where there is no GPU; what is forbidden is tested on CPU above, by name."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return torch.device("cuda", 0)
-
-
 def test_linears_over_codes_do_not_wait() -> None:
     pytest.importorskip("triton", reason="no Triton for this platform")
     cuda = import_module("millrace_shard.kernels.cuda.operators")
@@ -193,21 +178,14 @@ def test_linears_over_codes_do_not_wait() -> None:
         assert linear(x).shape == (3, 16)
 
 
-@contextmanager
-def sync_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("by_graph", [False, True])
-def test_cuda_reports_it_too(gpu: torch.device, kind: str, by_graph: bool, tmp_path: Path) -> None:
+def test_cuda_reports_no_waiting_either(
+    gpu: torch.device, kind: str, by_graph: bool, tmp_path: Path
+) -> None:
     cuda = import_module("millrace_shard.kernels.cuda.operators")
     kernels = cuda.CudaKernels(deterministic=False)
     model = tiny_llama(tmp_path, kernels, torch.float32, gpu)
     graphs = GraphSettings((1, 2, 4), CudaCapture) if by_graph else None
     stepper = Stepper(model, kernels, dtype=torch.float32, graphs=graphs, device=gpu)
-    play(stepper, kind, sync_is_an_error)
+    play(stepper, kind, waits_as_errors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,11 @@ from millrace_shard.kernels.base import (
 from millrace_shard.kernels.layer_weights import AttentionWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner import decode_graphs, piecewise_layers
-from millrace_shard.model_runner.graph_capture import CudaCapture, GraphSettings
+from millrace_shard.model_runner.graph_capture import (
+    CudaCapture,
+    GraphSettings,
+    launches_outlast,
+)
 from millrace_shard.model_runner.piecewise_layers import PiecewiseLayers, with_pieces
 from millrace_shard.models.interface import CausalModel
 from millrace_testing.engines.graphs import Recorder, out_of_memory
@@ -81,7 +85,7 @@ def check_same(
         np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=tolerance, rtol=0)
 
 
-def test_pieces_yield_what_eager_steps_do(setup: tuple[CausalModel, Kernels]) -> None:
+def test_pieces_yield_the_results_of_eager_steps(setup: tuple[CausalModel, Kernels]) -> None:
     recorder = Recorder()
     tolerance = 0.0 if setup[1].deterministic else 1e-5
     check_same(play(stepper(setup, recorder)), play(stepper(setup)), tolerance=tolerance)
@@ -89,6 +93,59 @@ def test_pieces_yield_what_eager_steps_do(setup: tuple[CausalModel, Kernels]) ->
     # The steps of 5, 6 and 3 tokens, and the one of 12; the step of 30 runs eagerly.
     assert recorder.replays() == {8: 3, 16: 1}
     assert all(r.replays == (3 if len(r.output) == 8 else 1) for r in recorder.recordings)
+
+
+class Measured:
+    """Answers whether launches take longer than the work, for one number of tokens after the other."""
+
+    def __init__(self, *answers: bool) -> None:
+        self.answers = list(answers)
+
+    def __call__(self, compute: Callable[[], None]) -> bool:
+        """Run the work, too."""
+        compute()
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "sizes"), [((True, True), (64, 32)), ((False, True), (32,)), ((False, False), ())]
+)
+def test_large_steps_have_pieces_if_their_launches_outlast_them(
+    setup: tuple[CausalModel, Kernels],
+    answers: tuple[bool, bool],
+    sizes: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is measured once: a second warm-up captures the same graphs."""
+    monkeypatch.setattr(piecewise_layers, "LARGE_TOKEN_COUNTS", (64, 32))
+    recorder, measured = Recorder(), Measured(*answers)
+    settings = GraphSettings(None, recorder.new_capture, measured)
+    _, by_pieces = (Stepper(*setup, dtype=torch.float32, pieces=settings) for _ in range(2))
+    captured = [size for size in (*sizes, *TOKEN_COUNTS) for _ in range(NUM_PIECES)]
+    assert recorder.sizes == captured * 2
+    tolerance = 0.0 if setup[1].deterministic else 1e-5
+    check_same(play(by_pieces), play(stepper(setup)), tolerance=tolerance)
+    # Of the second warm-up: the step of 30 tokens.
+    later = recorder.recordings[len(captured) :]
+    replays = {len(each.output): each.replays for each in later if each.replays > 0}
+    assert replays == {8: 3, 16: 1} | ({32: 1} if 32 in sizes else {})
+
+
+@pytest.mark.parametrize(
+    ("wait", "outlast"), [(0.0, True), (2.4, True), (2.6, False), (90.0, False)]
+)
+def test_launches_outlast_work_that_is_done_soon_after_them(wait: float, outlast: bool) -> None:
+    times = iter((100.0, 110.0, 110.0 + wait))
+    events: list[str] = []
+    assert (
+        launches_outlast(
+            lambda: events.append("launch"),
+            lambda: events.append("wait"),
+            lambda: next(times),
+        )
+        is outlast
+    )
+    assert events == ["launch", "wait", "launch", "wait"]
 
 
 def test_padding_writes_no_block_but_its_own(setup: tuple[CausalModel, Kernels]) -> None:
@@ -103,7 +160,9 @@ def test_padding_writes_no_block_but_its_own(setup: tuple[CausalModel, Kernels])
         assert not layer.keys[0].any()
 
 
-def test_a_failed_row_fails_alone(setup: tuple[CausalModel, Kernels]) -> None:
+def test_a_failed_row_fails_no_other_row_of_this_or_a_later_step(
+    setup: tuple[CausalModel, Kernels],
+) -> None:
     """NaN of an earlier step in the buffers reaches no later step."""
     by_pieces, eager = stepper(setup, Recorder()), stepper(setup)
     for each in (by_pieces, eager):
@@ -165,7 +224,7 @@ def test_sums_over_ranks_are_part_of_a_piece(setup: tuple[CausalModel, Kernels])
     with torch.inference_mode():
         expected = layers(residuals[0], tokens, sequences.cache).clone()
         padding_row = NUM_BLOCKS * kernels.block_size
-        layers.allocate(8, sequences.cache, padding_row)
+        layers.allocate(8, sequences.cache, [padding_row])
         recorder = Recorder()
         layers.use({8: [recorder.record(partial(layers.piece, i, 8)) for i in range(NUM_PIECES)]})
         replayed = layers(residuals[1], tokens, sequences.cache)
@@ -210,7 +269,7 @@ def test_the_kernels_of_cuda_yield_the_same_bits_in_pieces(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_cuda_graphs_yield_what_eager_steps_do(deterministic: bool, tmp_path: Path) -> None:
+def test_cuda_graphs_yield_the_results_of_eager_steps(deterministic: bool, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     gpu = torch.device("cuda", 0)

@@ -6,20 +6,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from millrace_shard.arrays import Floats, Ints
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
-from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.model_runner import launched_step
-from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import KERNELS, make_kernels
-from millrace_testing.engines.steps import Stepper, ints
-from millrace_testing.models.models import VOCAB, prompt_of, save_tiny
+from millrace_testing.engines.steps import Stepper, after_prompt, ints
+from millrace_testing.models.models import VOCAB, prompt_of, read_model, save_tiny
 
 CPU = torch.device("cpu")
 CUTS = [[80], [1, 79], [33, 33, 14], [7] * 11 + [3]]
@@ -60,7 +57,7 @@ def stepper(
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0].float().log_softmax(-1)
     made = make_kernels(kernels, deterministic=True)
-    model = load_model(folder, dtype=dtype, kernels=made, group=ProcessGroup.single(), device=CPU)
+    model = read_model(folder, made, dtype=dtype)
     return Stepper(model, made, dtype=dtype), expected
 
 
@@ -84,19 +81,7 @@ def _beside(step: Forward, runner: Stepper, number: int) -> Forward:
     other = runner.admission(
         5, prompt_of(9, seed=number), prefill_logprobs=True, prefill_top_n_tokens=number % 3 * 4
     )
-    change = replace(
-        step.change,
-        dropped_slots=ints([5] if number else []),
-        admitted=(*other.change.admitted, *step.change.admitted),
-        grown_slots=np.concatenate([other.change.grown_slots, step.change.grown_slots]),
-        grown_blocks=np.concatenate([other.change.grown_blocks, step.change.grown_blocks]),
-    )
-    return replace(
-        step,
-        change=change,
-        chunk_slots=np.concatenate([other.chunk_slots, step.chunk_slots]),
-        chunk_tokens=np.concatenate([other.chunk_tokens, step.chunk_tokens]),
-    )
+    return after_prompt(step, other, dropped=[5] if number else [])
 
 
 @pytest.mark.parametrize(

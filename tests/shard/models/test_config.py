@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.errors import ModelError, UnsupportedModel
-from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.errors import ModelError
 from millrace_shard.models.description import ModelDescription, read_any_config
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_shard.models.load import load_model
-from millrace_testing.models.models import CONFIGS, CPU, Driver, prompt_of, save_tiny
+from millrace_testing.models.models import (
+    CONFIGS,
+    prompt_of,
+    read_driver,
+    save_tiny,
+)
 
 # As published, but for the layers and the vocabulary, which are fewer.
 LLAMA_2: dict[str, Any] = {
@@ -92,8 +94,11 @@ PUBLISHED = {
     "qwen3": QWEN_3,
 }
 
-OTHER_ROPES = ("phi3", "gemma3_text", "olmo3", "ministral3")
-"""Families that cannot have Llama 3.1's rotary embeddings."""
+OTHER_ROPES = (
+    *("phi3", "gemma3_text", "gemma4_text", "olmo3", "ministral3", "phimoe", "gptj"),
+    *("bloom", "mpt", "mamba", "falcon_mamba", "mamba2", "nemotron_h", "kimi_linear"),
+)
+"""Families that cannot have Llama 3.1's rotary embeddings, the last ones none at all."""
 LLAMA_3_ROPE = LLAMA_3_1["rope_scaling"]
 ROPES = st.sampled_from(
     [
@@ -186,7 +191,7 @@ def test_configs_that_transformers_saves_are_read(
 
 @given(raw=edited())
 @settings(max_examples=400)
-def test_whatever_is_read_means_the_same(
+def test_any_config_that_is_read_means_the_same_as_in_transformers(
     raw: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("config")
@@ -266,16 +271,13 @@ def save(folder: Path, name: str) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_text_models_of_multimodal_ones_match_transformers(name: str, tmp_path: Path) -> None:
     reference = save(tmp_path, name)
-    kernels = PlainKernels(deterministic=False)
-    model = load_model(
-        tmp_path, dtype=torch.float32, kernels=kernels, group=ProcessGroup.single(), device=CPU
-    )
+    driver = read_driver(tmp_path)
     prompt = prompt_of(40)
     with torch.no_grad():
         expected = reference(input_ids=torch.tensor([prompt])).logits[0, -1]
-    run = Driver(model, kernels, dtype=torch.float32).generate([prompt], 1)[0]
+    run = driver.generate([prompt], 1)[0]
     torch.testing.assert_close(run.logits[0], expected, atol=1e-4, rtol=0)
-    assert model.info.model_type == MODELS[name][0]
+    assert driver.model.info.model_type == MODELS[name][0]
 
 
 def test_fields_of_the_outer_object_count(tmp_path: Path) -> None:
@@ -292,29 +294,16 @@ def test_fields_of_the_outer_object_count(tmp_path: Path) -> None:
     assert result.dtype == torch.bfloat16
 
 
-def test_a_head_of_its_own_though_the_outer_object_ties_it(tmp_path: Path) -> None:
+def test_a_separate_head_is_used_even_if_the_outer_object_ties_it(tmp_path: Path) -> None:
     reference = save(tmp_path, "mistral3")
     path = tmp_path / "model.safetensors"
     embedding = reference.get_input_embeddings().weight.detach()
     head = embedding.flip(0).contiguous()
     save_file(load_file(path) | {"language_model.lm_head.weight": head}, path)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
-    kernels = PlainKernels(deterministic=False)
-    model = load_model(
-        tmp_path, dtype=torch.float32, kernels=kernels, group=ProcessGroup.single(), device=CPU
-    )
+    driver = read_driver(tmp_path)
     prompt = prompt_of(9)
     with torch.no_grad():
         states = reference.model(input_ids=torch.tensor([prompt])).last_hidden_state[0, -1]
-    run = Driver(model, kernels, dtype=torch.float32).generate([prompt], 1)[0]
+    run = driver.generate([prompt], 1)[0]
     torch.testing.assert_close(run.logits[0], states @ head.T, atol=1e-4, rtol=0)
-
-
-def test_a_class_whose_prompts_attend_to_later_tokens_is_refused(tmp_path: Path) -> None:
-    config = {
-        "model_type": "paligemma",
-        "text_config": {**CONFIGS["gemma2"], "model_type": "gemma2"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="'paligemma' is not supported: its tokens attend"):
-        ModelDescription.read(tmp_path)

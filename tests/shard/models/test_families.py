@@ -13,6 +13,8 @@ from millrace_shard.models.config import ConfigReader
 from millrace_shard.models.families.family import GENERAL
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.load import uses_plain_torch
+from millrace_shard.models.rope import RopeOverride, override_spec
+from millrace_shard.models.rope_spec import RopeSpec
 from millrace_shard.models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -20,7 +22,6 @@ from millrace_shard.models.spec import (
     GatedSpec,
     LayerSpec,
     NormSpec,
-    RopeSpec,
 )
 from millrace_shard.models.split import check_split, kv_heads_per_rank
 from millrace_testing.models.models import CONFIGS
@@ -38,7 +39,7 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0
 
 NESTED = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "granite", "exaone4"),
-    *("gemma2", "gemma3_text", "cohere2"),
+    *("gemma2", "gemma3_text", "gemma4_text", "llama4_text", "cohere2"),
 )
 """Families in multimodal classes: a `text_config` lacks whatever the class in transformers has by default."""
 
@@ -163,6 +164,23 @@ def test_windows_follow_the_config(
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
         ("llama", {"rope_parameters": HALF}, "partial_rotary_factor=0.5 is not supported for lla"),
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention="),
+        ("gemma4_text", {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
+        ("ernie4_5_moe", {"moe_k": 9}, "moe_k=9 of 8 experts"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5"),
+        ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size=0"),
+        ("gptj", {"rotary_dim": 9}, "rotary_dim=9 of heads of 16"),
+        ("gptj", {"activation_function": "relu"}, "activation_function='relu'"),
+        ("falcon", {"alibi": True}, "alibi=True is not supported for falcon: its class rounds"),
+        ("falcon", {"num_kv_heads": 3}, "num_kv_heads=3 does not divide 4 heads"),
+        ("bloom", {"seq_length": 65_536}, "ALiBi of 65536 positions"),
+        ("bloom", {"slow_but_exact": True}, "slow_but_exact=True"),
+        ("mpt", {"no_bias": False}, "no_bias=False"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi=False"),
+        ("dbrx", {"ffn_config": {"moe_top_k": 9}}, "moe_top_k=9 of 4 experts"),
+        ("dbrx", {"attn_config": {"kv_n_heads": 3}}, "kv_n_heads=3 do not divide"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok of phimoe must be 2"),
         ("gemma3_text", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping=3.0"),
         ("hunyuan_v1_dense", {"rope_parameters": ALPHA | {"alpha": [1]}}, "alpha=[1]"),
         ("hunyuan_v1_dense", {"rope_parameters": ALPHA | {"alpha": -3}}, "alpha=-3"),
@@ -174,7 +192,7 @@ def test_windows_follow_the_config(
         ),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(
+def test_fields_that_cannot_be_computed_are_refused_by_name(
     model_type: str, overrides: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(UnsupportedModel) as refusal:
@@ -182,7 +200,7 @@ def test_what_cannot_be_computed_is_refused_by_name(
     assert field in str(refusal.value)
 
 
-def test_other_names_of_fields() -> None:
+def test_other_names_of_fields_are_read_and_must_not_contradict() -> None:
     raw = AutoConfig.for_model("qwen3_moe", **CONFIGS["qwen3_moe"]).to_dict()
     count = raw.pop("num_local_experts", None) or raw.pop("num_experts")
     for name in ("num_experts", "num_local_experts"):
@@ -227,12 +245,12 @@ def test_unknown_layer_types_are_refused() -> None:
         {"unsloth_version": "2026.1", "is_llama_config": True},
     ],
 )
-def test_what_changes_nothing_is_accepted(overrides: dict[str, Any]) -> None:
+def test_config_fields_that_change_nothing_are_accepted(overrides: dict[str, Any]) -> None:
     assert spec(**overrides) == spec()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_possible_splits(world_size: int) -> None:
+def test_possible_splits_are_accepted(world_size: int) -> None:
     result = spec()
     check_split(result, world_size)
     attention = result.layers[0].attention
@@ -276,9 +294,44 @@ def test_impossible_splits_name_the_possible_ones(
     assert str(refusal.value).endswith(f"these numbers of shards work: {possible}")
 
 
-def test_families_whose_operations_have_no_operators() -> None:
+def test_exactly_the_listed_families_have_operators() -> None:
     have_operators = {name for name in FAMILIES if not uses_plain_torch(spec(name))}
     assert have_operators == {
         *("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "seed_oss"),
-        *("mixtral", "qwen3_moe", "glm4_moe"),
+        *("mixtral", "qwen3_moe", "glm4_moe", "granitemoe"),
     }
+
+
+def test_sizes_of_full_layers_of_gemma4_are_read_from_both_forms() -> None:
+    raw = AutoConfig.for_model("gemma4_text", **CONFIGS["gemma4_text"]).to_dict()
+    published = {name: value for name, value in raw.items() if name != "per_layer_config"}
+    published |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    family = FAMILIES["gemma4_text"]
+    assert family.read(published) == family.read(raw)
+    sizes = [(each.head_dim, each.num_kv_heads) for each in family.read(raw).attentions]
+    assert sizes == [(16, 2), (32, 1)] * 2
+    with pytest.raises(UnsupportedModel, match="per_layer_config="):
+        family.read(raw | {"per_layer_config": {"1": {"num_attention_heads": 9}}})
+
+
+def test_rotations_of_a_share_of_frequencies_are_not_scaled_by_a_flag() -> None:
+    with pytest.raises(UnsupportedModel, match="'linear' is not supported where rope_type is 'pro"):
+        override_spec(spec("gemma4_text"), RopeOverride("linear", 2.0))
+
+
+def test_published_mixtures_have_older_forms_of_fields() -> None:
+    """As MiniMax M2 and Hunyuan A13B are published."""
+    raw = AutoConfig.for_model("minimax_m2", **CONFIGS["minimax_m2"]).to_dict()
+    raw |= {"rope_parameters": None, "rope_theta": 1e4, "rotary_dim": 8, "use_routing_bias": True}
+    rope = FAMILIES["minimax_m2"].read(raw).layers[0].attention.rope
+    assert rope is not None
+    assert (rope.rotary_dim, rope.theta) == (8, 1e4)
+    with pytest.raises(UnsupportedModel, match="rotary_dim=18 of heads of 16"):
+        FAMILIES["minimax_m2"].read(raw | {"rotary_dim": 18})
+    raw = AutoConfig.for_model("hunyuan_v1_moe", **CONFIGS["hunyuan_v1_moe"]).to_dict()
+    for_all = {"moe_topk": [2, 2, 2], "num_shared_expert": [1, 1, 1], "use_cla": False}
+    family = FAMILIES["hunyuan_v1_moe"]
+    assert family.read(raw | for_all | {"moe_intermediate_size": [24] * 3}) == family.read(raw)
+    for name, value in (("moe_topk", [1, 2, 1]), ("moe_topk", 9), ("num_shared_expert", 2)):
+        with pytest.raises(UnsupportedModel, match=f"{name}="):
+            family.read(raw | {name: value})

@@ -17,9 +17,15 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.models.description import ModelDescription
-from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import KERNELS, make_kernels
-from millrace_testing.models.models import Driver, Run, edit_json, prompt_of, save_tiny
+from millrace_testing.models.models import (
+    Driver,
+    Run,
+    edit_json,
+    prompt_of,
+    read_driver,
+    save_tiny,
+)
 from millrace_testing.shards.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -40,10 +46,7 @@ def load(
     group: ProcessGroup | None = None,
 ) -> Driver:
     own = make_kernels(kernels, deterministic=True, dtype=dtype)
-    model = load_model(
-        folder, dtype=dtype, kernels=own, group=group or ProcessGroup.single(), device=CPU
-    )
-    return Driver(model, own, dtype=dtype, cache_dtype=cache_dtype)
+    return read_driver(folder, own, dtype=dtype, cache_dtype=cache_dtype, group=group)
 
 
 def logits_of(driver: Driver, prompts: list[list[int]], chunk: int | None = None) -> Tensor:
@@ -61,7 +64,7 @@ def logits_of(driver: Driver, prompts: list[list[int]], chunk: int | None = None
         ("cpu", torch.bfloat16, "gpt2"),
     ],
 )
-def test_bits_depend_on_the_tokens_alone(
+def test_bits_depend_only_on_the_tokens(
     cache_dtype: torch.dtype, kernels: str, dtype: torch.dtype, model: str, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"mistral": {**WIDE_HEADS, "sliding_window": 50}}.get(model, {})
@@ -111,7 +114,7 @@ def generate_on_a_rank(group: ProcessGroup, folder: Path) -> list[Tensor]:
     ]
 
 
-def test_ranks_agree_and_compute_what_one_rank_does(tmp_path: Path) -> None:
+def test_ranks_agree_with_each_other_and_with_a_single_rank(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "llama")
     first, second = run_ranks(tmp_path, 2, generate_on_a_rank, tmp_path / "model")
     for cache_dtype, ours, theirs in zip((INT8, E4M3, E5M2), first, second, strict=True):
@@ -238,12 +241,11 @@ def test_the_flag_beats_the_scheme_and_the_scheme_the_model(tmp_path: Path) -> N
         },
     )
 
-    def chosen(device: str, *flags: str) -> torch.dtype:
+    def chosen(*flags: str) -> torch.dtype:
         config = ShardConfig.from_args([str(tmp_path), *flags])
-        return choose_cache_dtype(config, torch.device(device), torch.bfloat16)
+        return choose_cache_dtype(config, torch.bfloat16)
 
-    assert chosen("cpu") == chosen("cpu", "--kv-cache-dtype=auto") == E4M3
-    assert chosen("cuda") == torch.bfloat16
-    assert chosen("cpu", "--kv-cache-dtype=int8") == INT8
+    assert chosen() == chosen("--kv-cache-dtype=auto") == E4M3
+    assert chosen("--kv-cache-dtype=int8") == INT8
     edit_json(tmp_path / "config.json", quantization_config=None)
-    assert chosen("cpu") == torch.bfloat16
+    assert chosen() == torch.bfloat16

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,73 +12,62 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from millrace_shard.commands.composition import with_folders
+from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.kernels.base import LayerCache, Linear
 from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.models import description
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.families.registry import FAMILIES
-from millrace_shard.models.interface import CausalModel, KVLayer
-from millrace_shard.models.load import load_model
+from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.quantized import code_formats
 from millrace_shard.models.rope import RopeOverride
+from millrace_shard.models.rope_spec import LinearScaling
+from millrace_shard.models.spec import ExpertsSpec
+from millrace_shard.weights.json_object import read_json_object
 from millrace_testing.models.models import (
     CONFIGS,
     CPU,
     VOCAB,
-    Driver,
+    assert_generates_as,
     edit_json,
     greedy,
     logprobs,
     prompt_of,
+    read_driver,
+    read_model,
     save_tiny,
 )
 from millrace_testing.quantized.linears import FORMATS
 
 
-def load(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    kernels: PlainKernels | None = None,
-    group: ProcessGroup | None = None,
-    rope_override: RopeOverride | None = None,
-) -> CausalModel:
-    return load_model(
-        folder,
-        dtype=dtype,
-        kernels=kernels or PlainKernels(deterministic=False),
-        group=group or ProcessGroup.single(),
-        device=CPU,
-        rope_override=rope_override,
-    )
-
-
 def test_info_follows_the_config(tmp_path: Path) -> None:
     save_tiny(tmp_path, "mistral", sliding_window=9)
-    model = load(tmp_path)
+    model = read_model(tmp_path)
     assert model.info.model_type == "mistral"
     assert model.info.vocab_size == VOCAB
     assert model.info.max_position_embeddings == 256
     assert model.info.eos_token_ids == (2,)
     assert model.info.window_size == 9
-    assert model.geometry.layers == (KVLayer(2, 16),) * 2
+    assert model.geometry.layers == (KVLayer(2, 16, window=9),) * 2
 
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        (5, 2, (5,)),
-        ([5, 7, 5], 2, (5, 7)),
+        (5, 2, (5, 2)),
+        ([5, 7, 5], 2, (5, 7, 2)),
         (None, 3, (3,)),
         (None, [3, 4], (3, 4)),
         (None, None, ()),
         ("absent", 3, (3,)),
     ],
 )
-def test_end_of_sequence_ids(
+def test_end_of_sequence_ids_are_those_of_the_generation_config_and_the_config(
     generation: object, config: object, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, "qwen2")
@@ -86,14 +76,88 @@ def test_end_of_sequence_ids(
         (tmp_path / "generation_config.json").unlink()
     else:
         edit_json(tmp_path / "generation_config.json", eos_token_id=generation)
-    assert load(tmp_path).info.eos_token_ids == expected
+    assert read_model(tmp_path).info.eos_token_ids == expected
+
+
+def test_a_tokenizer_is_read_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[str]()
+
+    def read_file(path: Path) -> dict[str, Any] | None:
+        read.append(path.name)
+        return read_json_object(path)
+
+    save_tiny(tmp_path, "qwen2")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    monkeypatch.setattr(description, "read_json_object", read_file)
+    for end in (9, 11):
+        added = {"added_tokens": [{"content": "<|end|>", "id": end}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(added))
+        for _ in range(3):
+            assert ModelDescription.read(tmp_path).eos_token_ids[-1] == end
+    assert read.count("tokenizer.json") == 2
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_config", "older", "expected"),
+    [
+        ({"eos_token": "<|im_end|>"}, {}, (2, 9)),
+        ({"eos_token": {"content": "<|im_end|>"}}, {}, (2, 9)),
+        ({"eos_token": "</s>", "eot_token": "<turn|>"}, {}, (2, 11)),
+        ({}, {"eos_token": "<|im_end|>"}, (2, 9)),
+        ({"eos_token": "<|im_end|>"}, {"eos_token": "<turn|>"}, (2, 9)),
+        ({"eos_token": "<|beyond|>", "eot_token": "missing"}, {}, (2,)),
+        ({"eos_token": None}, {}, (2,)),
+    ],
+)
+@pytest.mark.parametrize("model", ["BPE", "Unigram"])
+def test_end_tokens_that_only_the_tokenizer_names_end_a_sequence(
+    tokenizer_config: dict[str, Any],
+    older: dict[str, Any],
+    expected: tuple[int, ...],
+    model: str,
+    tmp_path: Path,
+) -> None:
+    save_tiny(tmp_path, "qwen2")
+    edit_json(tmp_path / "generation_config.json", eos_token_id=2)
+    edit_json(tmp_path / "config.json", eos_token_id=2)
+    tokens = ["a", "b", "</s>"]
+    vocab: object = {text: id_ for id_, text in enumerate(tokens)}
+    if model == "Unigram":
+        vocab = [[text, -1.0] for text in tokens]
+    added = {"<|im_end|>": 9, "<turn|>": 11, "<|beyond|>": VOCAB}
+    files = {
+        "tokenizer_config.json": tokenizer_config,
+        "special_tokens_map.json": older,
+        "tokenizer.json": {
+            "model": {"type": model, "vocab": vocab},
+            "added_tokens": [{"content": text, "id": id_} for text, id_ in added.items()],
+        },
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert ModelDescription.read(tmp_path).eos_token_ids == expected
+
+
+def test_the_assumed_end_of_a_family_is_no_end_beside_a_named_one(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelDescription.read(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    token = {"content": "<|im_end|>", "id": 9}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [token]}))
+    assert ModelDescription.read(tmp_path).eos_token_ids == (9,)
 
 
 def test_an_end_of_sequence_that_is_not_an_id_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     edit_json(tmp_path / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(ModelError, match="eos_token_id='</s>'"):
-        load(tmp_path)
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic"])
@@ -105,14 +169,10 @@ def test_rope_override_equals_a_checkpoint_made_so(
     made_so = {"rope_type": kind, "factor": 2.0} | theta
     reference = save_tiny(tmp_path, "llama", max_position_embeddings=32, rope_parameters=made_so)
     edit_json(tmp_path / "config.json", rope_parameters=own or {"rope_type": "default"} | theta)
-    kernels = PlainKernels(deterministic=False)
-    model = load(tmp_path, kernels=kernels, rope_override=RopeOverride(kind, 2.0))
-    assert model.info.max_position_embeddings == 64
+    driver = read_driver(tmp_path, rope_override=RopeOverride(kind, 2.0))
+    assert driver.model.info.max_position_embeddings == 64
     prompt = prompt_of(30)
-    run = Driver(model, kernels, dtype=torch.float32).generate([prompt], 6)[0]
-    tokens, expected = greedy(reference, prompt, 6)
-    assert run.ids[30:] == tokens
-    torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+    assert_generates_as(reference, [prompt], driver.generate([prompt], 6))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +188,7 @@ def test_rope_overrides_that_make_no_sense_are_refused(
 ) -> None:
     save_tiny(tmp_path, model_type)
     with pytest.raises(UnsupportedModel, match=message):
-        load(tmp_path, rope_override=RopeOverride(*override))
+        read_model(tmp_path, rope_override=RopeOverride(*override))
 
 
 def test_rope_override_reaches_the_transformers_backend(tmp_path: Path) -> None:
@@ -137,11 +197,98 @@ def test_rope_override_reaches_the_transformers_backend(tmp_path: Path) -> None:
         tmp_path, "starcoder2", max_position_embeddings=32, rope_parameters=made_so
     )
     edit_json(tmp_path / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    kernels = PlainKernels(deterministic=False)
-    model = load(tmp_path, kernels=kernels, rope_override=RopeOverride("dynamic", 2.0))
     prompt = prompt_of(30)
-    run = Driver(model, kernels, dtype=torch.float32).generate([prompt], 6)[0]
+    driver = read_driver(tmp_path, rope_override=RopeOverride("dynamic", 2.0))
+    run = driver.generate([prompt], 6)[0]
     assert run.ids[30:] == greedy(reference, prompt, 6)[0]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def overridden(folder: Path, **flags: Any) -> Path:
+    texts: dict[str, Any] = {name: json.dumps(value) for name, value in flags.items()}
+    config = ShardConfig(model_folder=folder, uds_path="s", **texts)
+    return with_folders(config).model_folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("flag", ["rope_scaling", "hf_overrides"])
+@pytest.mark.parametrize("model_type", ["llama", "starcoder2"])
+def test_scalings_of_flags_equal_a_checkpoint_made_so(
+    model_type: str, flag: str, tmp_path: Path
+) -> None:
+    folder, theta = tmp_path / "model", {"rope_theta": 500.0}
+    reference = save_tiny(
+        folder, model_type, max_position_embeddings=64, rope_parameters=YARN | theta
+    )
+    edit_json(folder / "config.json", rope_parameters={"rope_type": "default"} | theta)
+    value = YARN if flag == "rope_scaling" else {"rope_parameters": YARN}
+    changed = overridden(folder, **{flag: value})
+    assert changed == overridden(folder, **{flag: value})
+    driver = read_driver(changed)
+    assert driver.model.info.max_position_embeddings == 64
+    prompt = prompt_of(50)
+    assert_generates_as(reference, [prompt], driver.generate([prompt], 6))
+
+
+@pytest.mark.usefixtures("cache")
+def test_overrides_replace_fields_and_reach_into_the_text_model(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "qwen3_moe", num_experts_per_tok=1)
+    edit_json(tmp_path / "config.json", num_experts_per_tok=2)
+    prompt = prompt_of(20)
+    driver = read_driver(overridden(tmp_path, hf_overrides={"num_experts_per_tok": 1}))
+    assert_generates_as(reference, [prompt], driver.generate([prompt], 3))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llava", "text_config": raw | {"rope_theta": 5e5}})
+    )
+    flags = {
+        "hf_overrides": {"text_config": {"num_experts_per_tok": 1}},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+    spec = ModelDescription.read(overridden(tmp_path, **flags)).spec
+    assert spec is not None
+    rope, experts = spec.layers[0].attention.rope, spec.layers[0].feed_forward
+    assert isinstance(experts, ExpertsSpec)
+    assert experts.router.rule.top_k == 1
+    assert rope is not None
+    assert rope.scaling == LinearScaling(factor=2.0)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("model_type", "flags", "message"),
+    [
+        ("llama", {"hf_overrides": {"max_position_embedings": 9}}, "max_position_embedings is not"),
+        ("opt", {"hf_overrides": {"max_position_embedings": 9}}, "max_position_embedings is not"),
+        ("llama", {"hf_overrides": {"rope_scaling": 2}}, "rope_parameters=2 must be an object"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "no factor, or it is 0"),
+        ("llama", {"rope_scaling": {"rope_type": "ntk"}}, "rope_type 'ntk' is not supported"),
+        ("gemma3_text", {"rope_scaling": YARN}, "full_attention, sliding_attention"),
+    ],
+)
+def test_overrides_without_effect_or_meaning_are_refused(
+    model_type: str, flags: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, model_type)
+    with pytest.raises(UnsupportedModel, match=message):
+        ModelDescription.read(overridden(tmp_path, **flags))
+
+
+@pytest.mark.parametrize("flag", ["--rope-scaling", "--hf-overrides"])
+@pytest.mark.parametrize("text", ["yarn", "[1]", "{", "[" * 100_000])
+def test_overrides_that_are_not_objects_are_refused(
+    flag: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        ShardConfig.from_args(["m", f"{flag}={text}"])
+    assert "not an object in JSON" in capsys.readouterr().err
 
 
 LEGACY: dict[str, dict[str, Any]] = {
@@ -159,7 +306,7 @@ LEGACY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", LEGACY)
-def test_older_names_of_rope_settings(kind: str, tmp_path: Path) -> None:
+def test_older_names_of_rope_settings_match_transformers(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "rope_theta": 500.0} | LEGACY[kind]
     reference = save_tiny(
         tmp_path, "llama", rope_parameters={k: v for k, v in rope.items() if k != "type"}
@@ -167,23 +314,17 @@ def test_older_names_of_rope_settings(kind: str, tmp_path: Path) -> None:
     edit_json(
         tmp_path / "config.json", rope_parameters=None, rope_theta=500.0, rope_scaling=LEGACY[kind]
     )
-    kernels = PlainKernels(deterministic=False)
     prompt = prompt_of(30)
-    run = Driver(load(tmp_path, kernels=kernels), kernels, dtype=torch.float32).generate(
-        [prompt], 6
-    )[0]
-    tokens, expected = greedy(reference, prompt, 6)
-    assert run.ids[30:] == tokens
-    torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+    assert_generates_as(reference, [prompt], read_driver(tmp_path).generate([prompt], 6))
 
 
 def test_the_requested_dtype_is_computed_in(tmp_path: Path) -> None:
     for model_type in ("llama", "gpt2"):
         reference = save_tiny(tmp_path / model_type, model_type)
         kernels = PlainKernels(deterministic=False)
-        model = load(tmp_path / model_type, dtype=torch.bfloat16, kernels=kernels)
         prompt = prompt_of(12)
-        run = Driver(model, kernels, dtype=torch.bfloat16).generate([prompt], 1)[0]
+        driver = read_driver(tmp_path / model_type, kernels, dtype=torch.bfloat16)
+        run = driver.generate([prompt], 1)[0]
         expected = greedy(reference, prompt, 1)[1]
         assert run.logits[0].dtype == torch.float32
         difference = (logprobs(run) - expected).abs().max()
@@ -192,7 +333,7 @@ def test_the_requested_dtype_is_computed_in(tmp_path: Path) -> None:
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json in"):
-        load(tmp_path)
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -208,37 +349,57 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         ),
         ('{"model_type": "llama", "num_attention_heads": "four"}', "num_attention_heads='four'"),
         ('{"model_type": "gpt2", "n_embd": "wide"}', "is not a valid gpt2 config"),
-        ('{"model_type": "bloom"}', "'bloom' is not supported; these are: llama, .*gpt2"),
+        ('{"model_type": "codegen"}', "'codegen' is not supported; these are: llama, .*gpt2"),
     ],
 )
-def test_a_config_that_cannot_be_used(content: str, message: str, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_used_is_refused(
+    content: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=message):
-        load(tmp_path)
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "nearest"),
+    [
+        ({"model_type": "deepseek_v3_turbo"}, "deepseek_v3"),
+        ({"model_type": "qwen3x"}, "qwen3"),
+        ({"model_type": "xyz", "n_routed_experts": 8, "kv_lora_rank": 4}, "glm4_moe_lite"),
+        ({"model_type": "xyz", "final_logit_softcapping": 3.0}, "gemma2"),
+    ],
+)
+def test_an_unknown_class_ends_with_the_nearest_family(
+    fields: dict[str, Any], nearest: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4} | fields))
+    with pytest.raises(UnsupportedModel, match=rf"served: llama, .*; the nearest is {nearest}$"):
+        ModelDescription.read(tmp_path)
 
 
 def test_an_end_of_sequence_below_0_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     edit_json(tmp_path / "generation_config.json", eos_token_id=[2, -1])
     with pytest.raises(ModelError, match=r"eos_token_id=\[2, -1\] is neither"):
-        load(tmp_path)
+        read_model(tmp_path)
 
 
 def test_an_impossible_split_is_refused_before_any_weight_is_read(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match="3 shards cannot share 4 attention heads"):
-        load(tmp_path, group=ProcessGroup(0, 3, CPU))
+        read_model(tmp_path, group=ProcessGroup(0, 3, CPU))
     with pytest.raises(WeightsError, match=r"no model\.safetensors"):
-        load(tmp_path)
+        read_model(tmp_path)
 
 
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", tie_word_embeddings=True)
-    assert load(tmp_path).info.vocab_size == VOCAB
+    assert read_model(tmp_path).info.vocab_size == VOCAB
     edit_json(tmp_path / "config.json", tie_word_embeddings=False)
     with pytest.raises(WeightsError, match=r"tensor lm_head\.weight is missing"):
-        load(tmp_path)
+        read_model(tmp_path)
 
 
 HIDDEN = 64
@@ -252,11 +413,7 @@ def change(folder: Path, changes: dict[str, Tensor]) -> None:
 
 
 def logits(folder: Path) -> Tensor:
-    kernels = PlainKernels(deterministic=True)
-    model = load_model(
-        folder, dtype=torch.float32, kernels=kernels, group=ProcessGroup.single(), device=CPU
-    )
-    return Driver(model, kernels, dtype=torch.float32).generate([prompt_of(9)], 1)[0].logits[0]
+    return read_driver(folder).generate([prompt_of(9)], 1)[0].logits[0]
 
 
 def of_transformers(folder: Path) -> Tensor:
@@ -307,9 +464,7 @@ def test_scales_of_inputs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_biases_that_one_rank_adds_are_read_by_all(rank: int, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", attention_bias=True, mlp_bias=True)
-    kernels = PlainKernels(deterministic=True)
-    group = ProcessGroup(rank, 2, CPU)
-    load_model(tmp_path, dtype=torch.float32, kernels=kernels, group=group, device=CPU)
+    read_model(tmp_path, group=ProcessGroup(rank, 2, CPU))
 
 
 def test_other_tensors_of_layers_are_reported(
@@ -419,28 +574,23 @@ class Recording(PlainKernels):
 
 def record(folder: Path) -> Recording:
     kernels = Recording()
-    model = load_model(
-        folder,
-        dtype=torch.float32,
-        kernels=kernels,
-        group=ProcessGroup.single(),
-        device=CPU,
-        max_total_tokens=None,
-    )
-    Driver(model, kernels, dtype=torch.float32, device=CPU).generate([prompt_of(5, seed=0)], 1)
+    read_driver(folder, kernels).generate([prompt_of(5, seed=0)], 1)
     return kernels
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_it_is_what_the_model_attends_with(model_type: str, tmp_path: Path) -> None:
+def test_the_layer_shape_matches_the_model(model_type: str, tmp_path: Path) -> None:
     # Configs of these classes have no groups of heads.
     ungrouped: dict[str, Any] = (
         {"num_key_value_heads": 4} if model_type in {"gpt_neox", "opt"} else {}
     )
     save_tiny(tmp_path, model_type, **ungrouped)
-    shape, result = ModelDescription.read(tmp_path).layer_shape(1), record(tmp_path)
-    assert result.attended == {(shape.num_heads, shape.num_kv_heads, shape.head_dim)}
-    assert result.kinds == set(shape.kinds)
+    model, result = ModelDescription.read(tmp_path), record(tmp_path)
+    shape, *others = shapes = model.layer_shapes(1)
+    if model.spec is None or model.spec.attentions:
+        assert result.attended == {(s.num_heads, s.num_kv_heads, s.head_dim) for s in shapes}
+        assert result.kinds == set(shape.kinds)
+    assert all(each.linears == shape.linears for each in others)
     if model_type in FAMILIES:
         assert set(result.weights) == set(shape.linears)
         assert result.head_weights == [shape.head]
@@ -453,7 +603,7 @@ def test_windows_may_differ_by_layer(tmp_path: Path) -> None:
     assert record(tmp_path).kinds == {(9, None), (None, None)}
 
 
-def test_it_is_one_ranks_part(tmp_path: Path) -> None:
+def test_the_layer_shape_is_the_part_of_one_rank(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     shape = ModelDescription.read(tmp_path).layer_shape(4)
     # The two key-value heads are held twice each.

@@ -6,16 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_experts import TiledExperts
 from millrace_shard.kernels.expert_weights import ExpertsWeights
-from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import Driver, Run, logprobs, prompt_of, save_tiny
+from millrace_testing.models.models import (
+    Run,
+    assert_scores_as,
+    logprobs,
+    prompt_of,
+    read_driver,
+    save_tiny,
+)
 from millrace_testing.quantized.checkpoints import save_mxfp4
 from millrace_testing.shards.ranks import run_ranks
 
@@ -26,17 +30,9 @@ NUM_TOKENS = 3
 def generate(
     folder: Path, group: ProcessGroup | None = None, *, quantize: str | None = None
 ) -> list[Run]:
-    kernels = PlainKernels(deterministic=True)
     with torch.inference_mode():
-        model = load_model(
-            folder,
-            dtype=torch.float32,
-            kernels=kernels,
-            group=group or ProcessGroup.single(),
-            device=torch.device("cpu"),
-            quantize=quantize,
-        )
-        return Driver(model, kernels, dtype=torch.float32).generate(PROMPTS, NUM_TOKENS, chunk=16)
+        driver = read_driver(folder, group=group, quantize=quantize)
+        return driver.generate(PROMPTS, NUM_TOKENS, chunk=16)
 
 
 def on_a_rank(group: ProcessGroup, folder: Path) -> list[Run]:
@@ -44,23 +40,15 @@ def on_a_rank(group: ProcessGroup, folder: Path) -> list[Run]:
     return generate(folder, group)
 
 
-def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
-    for run, prompt in zip(runs, PROMPTS, strict=True):
-        with torch.no_grad():
-            logits = reference(input_ids=torch.tensor([run.ids[:-1]])).logits[0]
-        expected = logits[len(prompt) - 1 :].log_softmax(-1)
-        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
-
-
 def test_logits_match_transformers(tmp_path: Path) -> None:
-    assert_same(save_mxfp4(tmp_path), generate(tmp_path))
+    assert_scores_as(save_mxfp4(tmp_path), PROMPTS, generate(tmp_path))
 
 
 def test_two_ranks_cut_the_channels_of_experts(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     reference = save_mxfp4(folder)
     for runs in run_ranks(tmp_path, 2, on_a_rank, folder):
-        assert_same(reference, runs)
+        assert_scores_as(reference, PROMPTS, runs)
 
 
 @pytest.mark.parametrize("integer", [False, True])
@@ -83,19 +71,13 @@ def test_the_compiled_operator_of_experts_multiplies_the_codes(
     for folder in (quantized, plain):
         with monkeypatch.context() as patch, torch.inference_mode():
             patch.setattr(TiledExperts, "__init__", counting)
-            model = load_model(
-                folder,
-                dtype=torch.bfloat16,
-                kernels=kernels,
-                group=ProcessGroup.single(),
-                device=torch.device("cpu"),
-            )
-            runs = Driver(model, kernels, dtype=torch.bfloat16).generate(PROMPTS, NUM_TOKENS)
+            driver = read_driver(folder, kernels, dtype=torch.bfloat16)
+            runs = driver.generate(PROMPTS, NUM_TOKENS)
         result.append([logprobs(run)[0] for run in runs])
     # The numbers of the codes are exact in bfloat16, so only the order of sums differs, and what int8 rounds.
     for ours, theirs in zip(*result, strict=True):
         assert (ours - theirs).square().mean().sqrt() < (0.1 if integer else 0.02)
-    headers = 2 * 8 * 1152
+    headers = 2 * 8 * 1216
     layers = 6
     for coded, dense in zip(
         packed_bytes[-2 * layers : -layers], packed_bytes[-layers:], strict=True

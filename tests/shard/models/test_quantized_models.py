@@ -15,24 +15,26 @@ from millrace_shard.commands import chosen_kernels
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Linear
-from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_shape import CodedLinears, LayerShape
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import CodeFormat, QuantizedTensor
 from millrace_shard.models.description import ModelDescription
-from millrace_shard.models.load import load_model
-from millrace_shard.models.quantized import code_formats
+from millrace_shard.models.quantized import code_formats, coded_linears, named_linears
+from millrace_shard.models.spec import DecoderSpec, ExpertsSpec
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_shard.weights.quantized.made_at_load import METHODS
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.gguf_files import TinyGguf
 from millrace_testing.models.models import (
     CPU,
-    Driver,
     Run,
+    assert_scores_as,
     edit_json,
     logprobs,
     prompt_of,
+    read_driver,
+    read_model,
     save_tiny,
 )
 from millrace_testing.quantized.checkpoints import save_mixed, save_quantized
@@ -51,16 +53,9 @@ def generate(
     dtype: torch.dtype = torch.float32,
     kernels: Kernels | None = None,
 ) -> list[Run]:
-    kernels = kernels or PlainKernels(deterministic=True)
     with torch.inference_mode():
-        model = load_model(
-            folder,
-            dtype=dtype,
-            kernels=kernels,
-            group=group or ProcessGroup.single(),
-            device=torch.device("cpu"),
-        )
-        return Driver(model, kernels, dtype=dtype).generate(PROMPTS, NUM_TOKENS, chunk=16)
+        driver = read_driver(folder, kernels, dtype=dtype, group=group)
+        return driver.generate(PROMPTS, NUM_TOKENS, chunk=16)
 
 
 def generate_on_a_rank(group: ProcessGroup, folders: list[Path]) -> list[list[Run]]:
@@ -68,17 +63,9 @@ def generate_on_a_rank(group: ProcessGroup, folders: list[Path]) -> list[list[Ru
     return [generate(folder, group) for folder in folders]
 
 
-def assert_same(reference: PreTrainedModel, runs: list[Run]) -> None:
-    for run, prompt in zip(runs, PROMPTS, strict=True):
-        with torch.no_grad():
-            logits = reference(input_ids=torch.tensor([run.ids[:-1]])).logits[0]
-        expected = logits[len(prompt) - 1 :].log_softmax(-1)
-        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
-    assert_same(save_quantized(tmp_path, "llama", name), generate(tmp_path))
+    assert_scores_as(save_quantized(tmp_path, "llama", name), PROMPTS, generate(tmp_path))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -108,14 +95,14 @@ def test_compiled_kernels_compute_the_same_weights(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3_text"])
 def test_quantised_models_of_other_families_match_transformers(family: str, tmp_path: Path) -> None:
-    assert_same(save_quantized(tmp_path, family, "gptq"), generate(tmp_path))
+    assert_scores_as(save_quantized(tmp_path, family, "gptq"), PROMPTS, generate(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "pack-quantized", "fp8-block", "nf4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
 def test_quantised_experts_match_transformers(family: str, name: str, tmp_path: Path) -> None:
     reference = save_quantized(tmp_path, family, name, moe_intermediate_size=64)
-    assert_same(reference, generate(tmp_path))
+    assert_scores_as(reference, PROMPTS, generate(tmp_path))
 
 
 def test_ranks_share_every_format(tmp_path: Path) -> None:
@@ -126,7 +113,7 @@ def test_ranks_share_every_format(tmp_path: Path) -> None:
     ]
     for runs in run_ranks(tmp_path, 2, generate_on_a_rank, folders):
         for reference, each in zip(references, runs, strict=True):
-            assert_same(reference, each)
+            assert_scores_as(reference, PROMPTS, each)
 
 
 def test_groups_of_modules_have_their_own_formats(tmp_path: Path) -> None:
@@ -145,7 +132,7 @@ def test_groups_of_modules_have_their_own_formats(tmp_path: Path) -> None:
         "ignore": ["lm_head", "re:.*layers.0.self_attn.*", "model.layers.1.mlp.up_proj"],
     }
     formats = {"layers.0.self_attn": None, "1.mlp.up_proj": None, "down_proj": eight, "": four}
-    assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
+    assert_scores_as(save_mixed(tmp_path, "llama", formats, config), PROMPTS, generate(tmp_path))
 
 
 def test_overrides_of_gptq_match_transformers(tmp_path: Path) -> None:
@@ -154,10 +141,10 @@ def test_overrides_of_gptq_match_transformers(tmp_path: Path) -> None:
         "dynamic": {"-:.*self_attn.*": {}, r"+:.*\.down_proj": {"bits": 8}},
     }
     formats = {"self_attn": None, "down_proj": FORMATS["gptq-8-bits"], "": FORMATS["gptq"]}
-    assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
+    assert_scores_as(save_mixed(tmp_path, "llama", formats, config), PROMPTS, generate(tmp_path))
 
 
-def test_overrides_of_auto_round(tmp_path: Path) -> None:
+def test_overrides_of_auto_round_are_applied(tmp_path: Path) -> None:
     config = {
         **FORMATS["auto-round-gptq"].config,
         "extra_config": {
@@ -170,7 +157,7 @@ def test_overrides_of_auto_round(tmp_path: Path) -> None:
         "0.mlp.down_proj": FORMATS["gptq-8-bits"],
         "": FORMATS["gptq"],
     }
-    assert_same(save_mixed(tmp_path, "llama", formats, config), generate(tmp_path))
+    assert_scores_as(save_mixed(tmp_path, "llama", formats, config), PROMPTS, generate(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized-8-bits", "fp8-block", "nf4"])
@@ -187,9 +174,9 @@ def test_vocabularies_may_be_quantized(name: str, module: str, tmp_path: Path) -
             tmp_path / "config.json",
             quantization_config={**config, "config_groups": {"group_0": group}},
         )
-    assert_same(found, generate(tmp_path))
+    assert_scores_as(found, PROMPTS, generate(tmp_path))
     for runs in run_ranks(tmp_path, 2, generate_on_a_rank, [tmp_path]):
-        assert_same(found, runs[0])
+        assert_scores_as(found, PROMPTS, runs[0])
 
 
 def quantize_module(folder: Path, reference: PreTrainedModel, name: str, module: str) -> None:
@@ -232,14 +219,7 @@ def loaded(
 ) -> set[CodeFormat]:
     """The formats of the linears and the head of the model."""
     kernels = Recording()
-    load_model(
-        folder,
-        dtype=torch.float32,
-        kernels=kernels,
-        group=group or ProcessGroup.single(),
-        device=CPU,
-        quantize=quantize,
-    )
+    read_model(folder, kernels, group=group, quantize=quantize)
     return kernels.formats
 
 
@@ -297,15 +277,69 @@ def test_formats_of_gguf_files_match_the_loaded_weights(kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_quantised_at_load(method: str, tied: bool, tmp_path: Path) -> None:
+def test_formats_of_weights_quantised_at_load_match_the_loaded_weights(
+    method: str, tied: bool, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, "llama", tie_word_embeddings=tied)
     formats = found(tmp_path, method)
     assert {len(each.values) for each in formats} == NUM_CODES[method]
     assert formats == loaded(tmp_path, method)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", ["gptq", "pack-quantized-8-bits", "fp8-block"])
+def test_all_linears_of_a_rank_but_the_head_are_counted(
+    name: str, world_size: int, tmp_path: Path
+) -> None:
+    save_quantized(tmp_path, "llama", name)
+    spec = ModelDescription.read(tmp_path).spec
+    assert spec is not None
+    coded = coded_linears(tmp_path, spec, quantize=None, rank=0, world_size=world_size)
+    assert weights_in(coded) * world_size == linear_weights(spec)
+    assert {each.format for each in coded} <= found(tmp_path, world_size=world_size)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_linears_that_become_codes_at_load_are_counted(method: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    spec = ModelDescription.read(tmp_path).spec
+    assert spec is not None
+    coded = coded_linears(tmp_path, spec, quantize=method, rank=0, world_size=1)
+    assert weights_in(coded) == linear_weights(spec)
+    assert {len(each.format.values) for each in coded} == {256 if method == "int8" else 16}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_count_as_often_as_a_token_has_them(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family)
+    if family == "gpt_oss":
+        edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
+    spec = ModelDescription.read(tmp_path).spec
+    assert spec is not None
+    quantize = None if family == "gpt_oss" else "int4"
+    coded = coded_linears(tmp_path, spec, quantize=quantize, rank=0, world_size=1)
+    mixtures = [each.feed_forward for each in spec.layers]
+    experts = sum(
+        3 * spec.hidden_size * each.intermediate_size * each.router.rule.top_k
+        for each in mixtures
+        if isinstance(each, ExpertsSpec)
+    )
+    attention = 0 if family == "gpt_oss" else linear_weights(spec)
+    assert experts
+    assert weights_in(coded) == attention + experts
+
+
+def weights_in(coded: tuple[CodedLinears, ...]) -> int:
+    return sum(each.inputs * each.outputs for each in coded)
+
+
+def linear_weights(spec: DecoderSpec) -> int:
+    """The weights of all linears but the head and routed experts."""
+    return sum(each.inputs * each.outputs for each in named_linears(spec)[:-1])
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "phi3"])
-def test_plain_weights_have_none(family: str, tmp_path: Path) -> None:
+def test_plain_weights_have_no_code_formats(family: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, family)
     assert found(tmp_path) == set()
 
@@ -324,7 +358,7 @@ def test_kernels_for_cuda_are_checked_with_them(
     monkeypatch.setattr(chosen_kernels, "choose_kernels", choose)
     config = ShardConfig.from_args([str(tmp_path)])
     for device in (torch.device("cuda"), CPU):
-        chosen_kernels.chosen_kernels(config, device, torch.bfloat16)
+        chosen_kernels.chosen_kernels(config, device, torch.bfloat16, ProcessGroup.single())
     on_cuda, on_cpu = shapes
     assert set(on_cuda.formats) == loaded(tmp_path)
     assert on_cpu.formats == ()

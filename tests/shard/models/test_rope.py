@@ -13,7 +13,7 @@ from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbeddi
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.models.rope import longest_position, model_rope_table, rope_table
-from millrace_shard.models.spec import RopeSpec
+from millrace_shard.models.rope_spec import RopeSpec
 from millrace_shard.models.transformers_backend.rotary import rope_of
 
 YARN = {
@@ -67,7 +67,7 @@ def reference(module: torch.nn.Module, positions: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", STATIC)
-def test_kinds_that_do_not_depend_on_a_length(name: str) -> None:
+def test_rope_kinds_that_do_not_depend_on_a_length_match_transformers(name: str) -> None:
     table = rope_table(rope(STATIC[name]), 300)
     assert table.shape == (300, 8)
     assert table.dtype == torch.float32

@@ -17,9 +17,18 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.interface import KVLayer
-from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import CPU, Driver, Run, greedy, logprobs, prompt_of, save_tiny
+from millrace_testing.models.models import (
+    CPU,
+    Driver,
+    Run,
+    assert_generates_as,
+    greedy,
+    logprobs,
+    prompt_of,
+    read_driver,
+    save_tiny,
+)
 from millrace_testing.shards.ranks import run_ranks
 
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 41)]
@@ -31,6 +40,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neox",
         {"num_key_value_heads": 4, "use_parallel_residual": False, "tie_word_embeddings": True},
     ),
+    "phi": ("phi", {}),
     "starcoder2": ("starcoder2", {}),
     "starcoder2-even-vocabulary": ("starcoder2", {"vocab_size": 200, "sliding_window": None}),
 }
@@ -39,10 +49,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 def load(
     group: ProcessGroup, folder: Path, kernels: Kernels, dtype: torch.dtype = torch.float32
 ) -> Driver:
-    model = load_model(
-        folder, dtype=dtype, kernels=kernels, group=group, device=CPU, allow_unlisted=True
-    )
-    return Driver(model, kernels, dtype=dtype)
+    return read_driver(folder, kernels, dtype=dtype, group=group, allow_unlisted=True)
 
 
 def generate_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, int | None], Any]:
@@ -78,20 +85,18 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_two_ranks_generate_what_transformers_does(
+def test_two_ranks_generate_the_tokens_of_transformers(
     name: str, chunk: int | None, two_ranks: TwoRanks
 ) -> None:
     (runs, _), (others, _) = (result[name, chunk] for result in two_ranks.by_rank)
-    for prompt, run, other in zip(PROMPTS, runs, others, strict=True):
-        tokens, expected = greedy(two_ranks.references[name], prompt, NUM_TOKENS)
-        assert run.ids[len(prompt) :] == tokens
-        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+    assert_generates_as(two_ranks.references[name], PROMPTS, runs)
+    for run, other in zip(runs, others, strict=True):
         # Ranks sample by themselves: a bit of difference would let them drift apart.
         assert torch.equal(torch.stack(run.logits), torch.stack(other.logits))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_two_ranks_generate_what_one_does_with_half_of_the_heads(
+def test_two_ranks_with_half_of_the_heads_generate_the_tokens_of_one(
     name: str, two_ranks: TwoRanks
 ) -> None:
     (runs, layers) = two_ranks.by_rank[0][name, 8]
@@ -136,9 +141,8 @@ def bits_by_chunk(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], li
     return result
 
 
-def test_bits_on_two_ranks_depend_on_the_sequence_alone(
-    two_ranks: TwoRanks, tmp_path: Path
-) -> None:
+@pytest.mark.long
+def test_bits_on_two_ranks_depend_only_on_the_sequence(two_ranks: TwoRanks, tmp_path: Path) -> None:
     for result in run_ranks(tmp_path, 2, bits_by_chunk, two_ranks.folder):
         for name, (whole, *chunked) in result.items():
             assert whole.isfinite().all()
@@ -259,16 +263,13 @@ def _gathered(group: ProcessGroup, folder: Path) -> Any:
     return driver.generate(PROMPTS, NUM_TOKENS), driver.model.geometry.layers
 
 
-def test_styles_that_gather_and_split_and_rows_of_embeddings(tmp_path: Path) -> None:
+def test_plans_that_gather_split_and_share_embeddings_match_transformers(tmp_path: Path) -> None:
     """Attention is whole on each rank, so that three ranks may share four heads."""
     folder = tmp_path / "model"
     reference = save_tiny(folder, "starcoder2", intermediate_size=84, head_dim=24)
     for runs, layers in run_ranks(tmp_path, 3, _gathered, folder):
         assert layers == (KVLayer(2, 24),) * 2
-        for prompt, run in zip(PROMPTS, runs, strict=True):
-            tokens, expected = greedy(reference, prompt, NUM_TOKENS)
-            assert run.ids[len(prompt) :] == tokens
-            torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+        assert_generates_as(reference, PROMPTS, runs)
 
 
 def _lopsided(group: ProcessGroup, folder: Path) -> str:
@@ -279,7 +280,7 @@ def _lopsided(group: ProcessGroup, folder: Path) -> str:
     return str(refused.value)
 
 
-def test_a_plan_that_splits_queries_alone_is_refused(tmp_path: Path) -> None:
+def test_a_plan_that_splits_only_queries_is_refused(tmp_path: Path) -> None:
     """Otherwise queries would attend to the heads of other queries."""
     save_tiny(tmp_path / "model", "starcoder2")
     for text in run_ranks(tmp_path, 2, _lopsided, tmp_path / "model"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, OlmoModel, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, OlmoModel
 from transformers.models.olmo.modeling_olmo import OlmoMLP
 
 from millrace_shard.__main__ import main
@@ -22,19 +22,19 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.interface import KVLayer
-from millrace_shard.models.load import load_model
 from millrace_shard.models.transformers_backend import transformers_loader
 from millrace_shard.models.transformers_backend.paged_attention import PagedAttention
 from millrace_shard.models.transformers_backend.supported import SUPPORTED, check_supported
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.models import (
-    CPU,
     UNLISTED,
     Driver,
     Run,
+    assert_generates_as,
     greedy,
     logprobs,
     prompt_of,
+    read_driver,
     save_tiny,
 )
 from millrace_testing.shards.ranks import Forked, run_ranks
@@ -47,11 +47,6 @@ WORK = [name for name in UNLISTED if name not in FAIL]
 ON_RANKS = [name for name in WORK if name not in WITHOUT_PLAN]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def load(
     folder: Path,
     kernels: Kernels | None = None,
@@ -61,26 +56,11 @@ def load(
     allow_unlisted: bool = True,
 ) -> Driver:
     kernels = kernels or make_kernels("plain", deterministic=False)
-    model = load_model(
-        folder,
-        dtype=dtype,
-        kernels=kernels,
-        group=group or ProcessGroup.single(),
-        device=CPU,
-        allow_unlisted=allow_unlisted,
-    )
-    return Driver(model, kernels, dtype=dtype)
-
-
-def assert_generates_as(reference: PreTrainedModel, runs: list[Run]) -> None:
-    for prompt, run in zip(PROMPTS, runs, strict=True):
-        tokens, expected = greedy(reference, prompt, NUM_TOKENS)
-        assert run.ids[len(prompt) :] == tokens
-        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+    return read_driver(folder, kernels, dtype=dtype, group=group, allow_unlisted=allow_unlisted)
 
 
 @pytest.mark.parametrize("model_type", WORK)
-def test_a_class_that_passes_generates_what_transformers_does(
+def test_a_class_that_passes_generates_the_tokens_of_transformers(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert model_type not in (*FAMILIES, *SUPPORTED)
@@ -90,7 +70,7 @@ def test_a_class_that_passes_generates_what_transformers_does(
     (told,) = (r.message for r in caplog.records if "self-check" in r.message)
     assert told.startswith(f"{model_type} passes the self-check in torch.float32: as a whole ")
     assert not driver.model.info.batch_invariant
-    assert_generates_as(reference, driver.generate(PROMPTS, NUM_TOKENS, chunk=9))
+    assert_generates_as(reference, PROMPTS, driver.generate(PROMPTS, NUM_TOKENS, chunk=9))
 
 
 def test_the_served_dtype_is_checked_after_float32(
@@ -137,12 +117,12 @@ def on_a_rank(group: ProcessGroup, folder: Path) -> dict[str, list[Run]]:
     return result | {"packed": packed.generate(PROMPTS, NUM_TOKENS, chunk=9)}
 
 
-def test_two_ranks_generate_what_transformers_does(tmp_path: Path) -> None:
+def test_two_ranks_generate_the_tokens_of_transformers(tmp_path: Path) -> None:
     """Heads split and gathered, biases of the head, experts in both layouts, gates stacked in one linear."""
     references = {name: save_tiny(tmp_path / name, name) for name in ON_RANKS}
     first, second = run_ranks(tmp_path, 2, on_a_rank, tmp_path)
     for name, runs in first.items():
-        assert_generates_as(references["glm" if name == "packed" else name], runs)
+        assert_generates_as(references["glm" if name == "packed" else name], PROMPTS, runs)
         for run, other in zip(runs, second[name], strict=True):
             assert torch.equal(torch.stack(run.logits), torch.stack(other.logits))
 
@@ -232,7 +212,7 @@ def test_the_check_names_the_comparison_that_fails(
 
 
 @pytest.mark.parametrize("name", ["scaled", "counting"])
-def test_bfloat16_alone_shows_what_is_broken(
+def test_a_check_in_only_bfloat16_detects_a_broken_class(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large checkpoint has no copy in float32."""
@@ -264,18 +244,24 @@ REFUSED = {
     "lfm3": "has layers of type 'conv'",
     "recurrent_gemma": "RecurrentGemmaForCausalLM has",
     "deepseek_v3": "DeepseekV3ForCausalLM has latent attention (MLA)",
-    "falcon": "FalconForCausalLM does not use the attention interface of transformers",
     "bart": "BartForCausalLM",
     "gpt_oss": "attention with s_aux is not supported",
     "xmod": "XmodForCausalLM does not run on paged attention: Input language unknown",
     "gemma4_text": "has layers whose fields differ",
-    "t5": "t5 is not a decoder: transformers has no causal LM class for it",
+    "t5": "t5 has an encoder and a decoder; only models of one decoder are served",
+    "clip": "clip is not a decoder: transformers has no causal LM class for it",
+    **dict.fromkeys(
+        ("codegen", "gpt_neo"),
+        "does not use the attention interface of transformers",
+    ),
     "bert": "attention with is_causal=False is not supported",
 }
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_what_the_cache_cannot_hold_is_refused_before_weights_are_read(model_type: str) -> None:
+def test_classes_without_a_fitting_cache_are_refused_before_weights_are_read(
+    model_type: str,
+) -> None:
     with pytest.raises(UnsupportedModel) as refused:
         check_supported(AutoConfig.for_model(model_type), allow_unlisted=True)
     assert REFUSED[model_type] in str(refused.value)
@@ -285,6 +271,7 @@ def test_what_the_cache_cannot_hold_is_refused_before_weights_are_read(model_typ
     ("flags", "model_type", "text"),
     [
         ((), "olmo", "model_type 'olmo' is not supported; .*; --allow-unlisted-model tries other"),
+        ((), "camembert", "model_type 'camembert' is not supported; .*; it only encodes; .*"),
         (("--allow-unlisted-model",), "camembert", "camembert fails the self-check in .* 0.001"),
     ],
 )

@@ -106,7 +106,7 @@ tables = st.lists(rows_of_scores, min_size=1, max_size=4)
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(tables, st.data())
 @pytest.mark.parametrize("kinds", [by_rank, by_mass], ids=["by-rank", "by-mass"])
-def test_complete_rows_keep_what_is_kept_over_the_vocabulary(
+def test_complete_rows_keep_the_same_tokens_as_the_whole_vocabulary(
     kinds: st.SearchStrategy[Sampling], table: list[list[float]], data: st.DataObject
 ) -> None:
     chosen = data.draw(st.lists(kinds, min_size=len(table), max_size=len(table)))
@@ -171,7 +171,9 @@ def expected(row: list[float], n: int) -> list[int]:
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(rows, st.lists(st.integers(1, SIZE + 5), min_size=4, max_size=4))
-def test_the_rule_holds_however_many_tie(table: list[list[float]], wanted: list[int]) -> None:
+def test_reported_candidates_follow_the_rule_for_any_number_of_ties(
+    table: list[list[float]], wanted: list[int]
+) -> None:
     mine = np.array(wanted[: len(table)])
     names = np.arange(len(table)) * 3
     top = TopTokens.of(torch.tensor(table), names, mine)
@@ -185,7 +187,7 @@ def test_the_rule_holds_however_many_tie(table: list[list[float]], wanted: list[
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(rows, st.lists(st.integers(1, SIZE + 5), min_size=4, max_size=4), st.randoms())
-def test_the_rule_holds_among_all_that_is_possible(
+def test_reported_candidates_follow_the_rule_among_all_possible_tokens(
     table: list[list[float]], wanted: list[int], random: Random
 ) -> None:
     """Tokens of a row in any order, under their ids."""

@@ -47,7 +47,7 @@ def forbid(
     seed=st.integers(0, 1000),
     most_elements=st.sampled_from([1, 70, 10_000]),
 )
-def test_a_mask_bans_what_has_no_bit_in_its_row_alone(
+def test_a_mask_bans_tokens_without_a_bit_only_in_its_row(
     compiled: bool, vocab: int, words: int, seed: int, most_elements: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def test_a_mask_makes_no_row_finite(compiled: bool) -> None:
     assert scores.isnan().nonzero().tolist() == [[0, 5], [1, 39]]
 
 
-def test_threads_share_what_masks_forbid() -> None:
+def test_masks_that_are_applied_by_several_threads_are_exact() -> None:
     random = np.random.default_rng(0)
     bits = random.integers(-(2**31), 2**31, (9, 5000)).astype(np.int32)
     scores = torch.zeros(9, 160_000)
@@ -89,7 +89,7 @@ def test_a_mask_of_no_row_is_refused() -> None:
         forbid(torch.zeros(2, 40), RowMasks(rows=np.array([2]), bits=bits))
 
 
-def test_a_row_whose_mask_allows_nothing_fails_alone() -> None:
+def test_a_row_whose_mask_allows_nothing_fails_no_other_row() -> None:
     rows = [
         Row(
             logits=[1.0, 2.0, 3.0],
@@ -208,7 +208,7 @@ def test_green_ids_are_a_share_of_the_vocabulary_and_others_after_each_token(gam
     assert (per_id - gamma * num_lists).abs().max() < 6 * math.sqrt(num_lists * gamma * (1 - gamma))
 
 
-def test_a_watermark_can_be_found_with_gamma() -> None:
+def test_a_watermark_is_detectable_with_gamma() -> None:
     """200 tokens drawn from flat scores: the share of green ones is far above gamma, without it near."""
     shares = []
     for marked in (True, False):

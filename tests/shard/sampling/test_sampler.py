@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -170,15 +170,6 @@ def _is_clear_cut(row: Row) -> bool:
     return all(b - a == 0 or b - a > 1e-6 for a, b in pairwise(scores))
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Use two threads, over which libraries could split a long row; the sampler must prevent it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 KINDS = [
     Sampling(),
     Sampling(do_sample=True, seed=1),
@@ -222,7 +213,7 @@ def long_rows(vocab: int) -> list[Row]:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("vocab", [50257, 513])
 @pytest.mark.parametrize("way", ["as it is", "nothing read back"])
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(way: str, vocab: int) -> None:
+def test_a_row_is_sampled_with_the_same_bits_in_any_batch(way: str, vocab: int) -> None:
     batch = long_rows(vocab)
     wanted = [i % 4 * 3 for i in range(len(batch))]
     with going(way):
@@ -237,7 +228,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(way: str, vocab: int) ->
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("way", WAYS)
-def test_rows_that_are_not_finite_fail_and_leave_the_others_alone(way: str, bad: float) -> None:
+def test_rows_that_are_not_finite_fail_and_do_not_affect_the_others(way: str, bad: float) -> None:
     good = Row(logits=[0.5, 3.0, 1.0] * 20, prompt=[4], generated=[], parameters=KINDS[8])
     with going(way):
         for kind in (replace(each, bias=each.bias[:1]) for each in KINDS):
@@ -274,7 +265,7 @@ def test_extreme_parameters_never_leave_the_vocabulary(way: str, kind: Sampling)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_impossible_is_never_drawn_at_any_temperature(way: str) -> None:
+def test_impossible_tokens_are_never_drawn_at_any_temperature(way: str) -> None:
     scores = [1.0, -math.inf, 2.0, -math.inf] * 10
     batch = [
         Row(
@@ -359,7 +350,7 @@ def test_penalties_never_make_a_finite_row_fail(name: str, others: dict[str, Any
     assert sample([row]).failed.tolist() == [True]
 
 
-def test_impossible_tokens_stay_impossible_whatever_is_added() -> None:
+def test_impossible_tokens_stay_impossible_with_any_penalty_or_bias() -> None:
     parameters = Sampling(
         do_sample=True,
         repetition_penalty=1e-30,
@@ -394,7 +385,7 @@ def test_positions_of_one_sequence_are_sampled_as_if_one_by_one(way: str) -> Non
             assert columns(together, i) == columns(sample([cut]), 0)
 
 
-def test_a_row_without_a_mask_is_left_alone_by_the_masks_of_others() -> None:
+def test_a_row_without_a_mask_is_unaffected_by_the_masks_of_others() -> None:
     batch = long_rows(513)
     free = [replace(row, allowed=None) for row in batch]
     assert masks_of(free) is None

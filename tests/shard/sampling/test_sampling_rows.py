@@ -9,7 +9,6 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.sequence import PARAMETERS
-from millrace_shard.device import transfers
 from millrace_shard.sampling import sampling_rows
 from millrace_shard.sampling.sampler import Sampler
 from millrace_shard.sampling.sampling_rows import (
@@ -26,9 +25,7 @@ CPU = torch.device("cpu")
 NUM_SLOTS = 12
 
 
-@pytest.fixture(autouse=True)
-def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "is_synchronous", lambda _: False)
+pytestmark = pytest.mark.usefixtures("as_on_cuda")
 
 
 def some_parameters(random: np.random.Generator, count: int) -> np.ndarray:

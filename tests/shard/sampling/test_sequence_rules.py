@@ -84,7 +84,7 @@ def test_dry_of_a_long_loop_stays_finite() -> None:
     assert min(scores) == scores[3] == torch.finfo(torch.float32).min
 
 
-def test_a_row_without_a_possible_token_fails_alone() -> None:
+def test_a_row_without_a_possible_token_fails_no_other_row() -> None:
     impossible = SequenceRules(allowed_ids=(1,), bad_words=((1,),))
     rows = [row_with(SequenceRules(allowed_ids=(6,)), []), row_with(impossible, [])]
     sampled = sample(rows)
@@ -103,7 +103,7 @@ def test_top_n_sigma_does_not_depend_on_temperature() -> None:
     assert torch.equal(keep_top_n_sigma(cooled, n).isfinite(), expected)
 
 
-def test_xtc_is_on_as_often_as_asked() -> None:
+def test_xtc_is_on_with_the_requested_probability() -> None:
     """The coin and the token come from one number: the share and the draw must still be right."""
     share, count, on, drawn = 0.3, 4000, 0, [0, 0, 0]
     logits = [math.log(p) for p in (0.5, 0.3, 0.2)]

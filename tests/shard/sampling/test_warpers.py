@@ -55,7 +55,7 @@ def differ(ours: Tensor, theirs: Tensor) -> int:
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 9.0])
 @pytest.mark.parametrize("mass", [0.02, 0.5, 0.9, 0.999])
-def test_top_p_keeps_what_transformers_keeps(mass: float, spread: float) -> None:
+def test_top_p_keeps_the_tokens_that_transformers_keeps(mass: float, spread: float) -> None:
     scores = random_scores(4, 1, spread)
     theirs = TopPLogitsWarper(mass)(None, scores.double())
     ours = keep_top_p(scores, column([mass] * 4))
@@ -65,7 +65,7 @@ def test_top_p_keeps_what_transformers_keeps(mass: float, spread: float) -> None
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 9.0])
 @pytest.mark.parametrize("mass", [0.02, 0.5, 0.9, 0.999])
-def test_typical_keeps_what_transformers_keeps(mass: float, spread: float) -> None:
+def test_typical_keeps_the_tokens_that_transformers_keeps(mass: float, spread: float) -> None:
     scores = random_scores(4, 2, spread)
     theirs = TypicalLogitsWarper(mass)(None, scores.double())
     ours = keep_typical(scores, column([mass] * 4))
@@ -74,7 +74,7 @@ def test_typical_keeps_what_transformers_keeps(mass: float, spread: float) -> No
 
 
 @pytest.mark.parametrize("k", [1, 7, 300, 4999, 5000, 9000])
-def test_top_k_keeps_what_transformers_keeps(k: int) -> None:
+def test_top_k_keeps_the_tokens_that_transformers_keeps(k: int) -> None:
     scores = random_scores(3, 3).bfloat16().float()
     theirs = TopKLogitsWarper(k)(None, scores)
     ks = torch.tensor([[k], [1], [k]])
@@ -136,7 +136,7 @@ def test_every_way_to_find_a_cut_keeps_the_same(
 
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.5, 1.0])
-def test_min_p_keeps_what_transformers_keeps(share: float) -> None:
+def test_min_p_keeps_the_tokens_that_transformers_keeps(share: float) -> None:
     scores = random_scores(4, 6)
     theirs = MinPLogitsWarper(share)(None, scores.double())
     ours = keep_min_p(scores, column([share] * 4))
@@ -144,7 +144,7 @@ def test_min_p_keeps_what_transformers_keeps(share: float) -> None:
     assert torch.equal(ours[kept(ours)], scores[kept(ours)])
 
 
-def test_min_p_measures_by_what_is_left() -> None:
+def test_min_p_is_relative_to_the_likeliest_token_that_is_left() -> None:
     """After typical sampling the likeliest token may be gone."""
     scores = torch.tensor([[float("-inf"), 0.0, -1.0, -5.0]])
     assert kept(keep_min_p(scores, column([0.3])))[0].tolist() == [False, True, True, False]
@@ -162,7 +162,7 @@ def test_draw_walks_the_weights_in_order(weights: list[int], uniform: int) -> No
         assert sum(weights[:index]) <= target < sum(weights[: index + 1])
 
 
-def test_draw_passes_over_what_has_no_weight_between_blocks() -> None:
+def test_a_draw_skips_tokens_without_weight_between_blocks() -> None:
     weights = torch.tensor([[1] * 512 + [0] * 600 + [1]])
     for target, index in ((0, 0), (511, 511), (512, 1112)):
         uniform = -(-(target << UNIFORM_BITS) // 513)
@@ -202,7 +202,7 @@ def reference_kept(pairs: list[tuple[float, int]], budget: int) -> list[bool]:
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(items, st.floats(0, 1.2))
 @pytest.mark.parametrize("way", WAYS)
-def test_those_above_the_cut_weigh_less_than_the_budget(
+def test_keys_above_the_cut_weigh_less_than_the_budget(
     way: str, pairs: list[tuple[float, int]], share: float
 ) -> None:
     budget = max(1, int(share * sum(weight for _, weight in pairs)))

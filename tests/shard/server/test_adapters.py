@@ -24,10 +24,9 @@ from millrace_shard.engine.loaded_model import AdapterMemory, LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.load import load_model
 from millrace_shard.server.service import ShardService, new_server
 from millrace_testing.models.adapters import make_adapter, write_canonical
-from millrace_testing.models.models import prompt_of, save_tiny
+from millrace_testing.models.models import prompt_of, read_model, save_tiny
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -109,14 +108,7 @@ def shard(tmp_path: Path) -> Iterator[Shard]:
     group = ProcessGroup.single()
 
     def load() -> LoadedModel:
-        model = load_model(
-            tmp_path / "model",
-            dtype=torch.float32,
-            kernels=kernels,
-            group=group,
-            device=CPU,
-            adapters=table,
-        )
+        model = read_model(tmp_path / "model", kernels, group=group, adapters=table)
         return LoadedModel(
             model=model,
             kernels=kernels,
@@ -193,7 +185,7 @@ def test_a_slot_gets_another_adapter_between_two_steps(warm: Shard) -> None:
         assert_tokens(warm.sample(2, 0), [warm.adapters[index], warm.base])
 
 
-def test_a_sequence_with_an_empty_adapter_slot_fails_alone(warm: Shard) -> None:
+def test_a_sequence_with_an_empty_adapter_slot_fails_no_other(warm: Shard) -> None:
     warm.load(1, warm.digests[0])
     answer = warm.sample(1, 2, 0, 99)
     assert sorted(answer.failed_slots) == [1, 3]
@@ -217,7 +209,7 @@ def test_adapters_stay_over_epochs_and_go_with_a_warm_up(warm: Shard) -> None:
     assert list(warm.sample(1).failed_slots) == [0]
 
 
-def test_a_router_that_has_restarted_finds_all_memory_free(warm: Shard) -> None:
+def test_a_restart_of_the_router_frees_all_adapter_memory(warm: Shard) -> None:
     """It warms up as the one before, and knows nothing of the adapters in the slots."""
     for slot in (1, 2):
         assert warm.load(slot, warm.digests[slot]) == ""
@@ -239,7 +231,7 @@ def test_calls_of_another_epoch_are_refused(warm: Shard) -> None:
         assert code_of(caught) is grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_unusable_files_are_told_and_change_nothing(warm: Shard) -> None:
+def test_unusable_files_are_reported_and_change_nothing(warm: Shard) -> None:
     warm.load(1, warm.digests[0])
     file = warm.cache / warm.digests[1] / "adapter.safetensors"
     content = bytearray(file.read_bytes())

@@ -149,7 +149,7 @@ def test_other_clients_are_refused(
         ("localhost.example.com:1", False),
     ],
 )
-def test_which_addresses_only_this_host_reaches(address: str, local: bool) -> None:
+def test_only_addresses_of_this_host_need_no_tls(address: str, local: bool) -> None:
     assert is_local(address) is local
     if local:
         assert server_credentials(config(address)) is None
@@ -170,7 +170,7 @@ def test_tls_needs_all_three_files_or_none(given: str, tmp_path: Path) -> None:
     assert "--" + given.replace("_", "-") not in str(refused.value)
 
 
-def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
+def test_tls_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     one, other = certificate(tmp_path, "one"), certificate(tmp_path, "other")
     with pytest.raises(CredentialsError, match="cannot be used for TLS"):
         server_credentials(with_tls(Certificate(one.cert, other.key, one.ca)))
@@ -197,7 +197,7 @@ def listening(path: Path) -> Iterator[None]:
         yield
 
 
-def test_a_socket_that_answers_is_left_alone_and_named(tmp_path: Path) -> None:
+def test_a_socket_that_answers_is_kept_and_named(tmp_path: Path) -> None:
     path = tmp_path / "shard-0"
     mine = SocketFile(path)
     with listening(path), listening(mine.private):
@@ -245,7 +245,7 @@ def test_a_file_that_is_not_a_socket_is_never_replaced(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_no_other_user_reaches_a_shard_whatever_the_umask(tmp_path: Path) -> None:
+def test_no_other_user_reaches_a_shard_with_any_umask(tmp_path: Path) -> None:
     """gRPC creates the socket with the umask's mode."""
     mine = SocketFile(tmp_path / "shard-0")
     server = grpc.server(ThreadPoolExecutor(1))

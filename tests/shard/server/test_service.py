@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
+from millrace_shard.device.pulse import PULSE
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
@@ -158,7 +159,7 @@ def decode(*slots: int) -> pb.Decode:
     return pb.Decode(decode_slots=slots)
 
 
-def test_info_describes_what_is_loaded(start: Callable[..., Shard]) -> None:
+def test_info_describes_the_loaded_model(start: Callable[..., Shard]) -> None:
     shard = start(rank=1, prefill_logprobs=False)
     info = shard.stub.Info(pb.InfoRequest(), timeout=SECONDS)
     assert info == pb.InfoResponse(
@@ -250,7 +251,7 @@ def test_a_warm_up_that_loses_the_group_reports_the_shards_end(
     assert caught.value.details() == "a collective of the ranks failed"
 
 
-def test_a_sequence_from_prompt_to_end(shard: Shard) -> None:
+def test_a_sequence_is_computed_from_prompt_to_end(shard: Shard) -> None:
     steps = Steps(shard, 5)
     assert steps.open() == pb.StepResponse(epoch=5, number=0, timings=pb.Timings())
     first = steps.ask(prefill=prefill(top_n_tokens=2, prefill_logprobs=True))
@@ -316,6 +317,33 @@ def test_two_steps_are_in_flight_and_health_answers_meanwhile(shard: Shard) -> N
     assert (health.last_step, health.pending_steps) == (2, 0)
 
 
+def test_the_pulse_stands_still_while_a_step_is_stuck_and_goes_on_with_the_next_layer(
+    shard: Shard,
+) -> None:
+    gate, entered = SimpleQueue[None](), SimpleQueue[None]()
+
+    def compute_layers(_: object) -> None:
+        for _ in range(3):
+            entered.put(None)
+            gate.get(timeout=SECONDS)
+            PULSE.advance()
+        entered.put(None)
+
+    shard.model.before_forward = compute_layers
+    steps = Steps(shard, 5)
+    steps.open()
+    steps.send(prefill=prefill())
+    pulses = []
+    for _ in range(3):
+        entered.get(timeout=SECONDS)
+        pulses += [shard.health().pulse, shard.health().pulse]
+        gate.put(None)
+    entered.get(timeout=SECONDS)
+    assert steps.read().number == 1
+    assert pulses[::2] == pulses[1::2]
+    assert pulses[0] < pulses[2] < pulses[4]
+
+
 def test_a_broken_stream_ends_its_epoch(shard: Shard) -> None:
     steps = Steps(shard, 5)
     steps.open()
@@ -352,7 +380,7 @@ def test_steps_need_an_open_epoch_and_known_work(shard: Shard) -> None:
     assert steps.ask().error.kind == pb.StepError.KIND_FAILED
 
 
-def test_other_ranks_answer_with_the_checksum_alone(
+def test_other_ranks_answer_with_only_the_checksum(
     shard: Shard, start: Callable[..., Shard]
 ) -> None:
     other = start(rank=1)

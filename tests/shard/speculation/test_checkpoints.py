@@ -53,7 +53,7 @@ def find(model_id: str, found: HubSettings, draft_model: str | None = None) -> C
     return Checkpoints.find(model_id, draft_model=draft_model, revision=None, settings=found)
 
 
-def test_a_model_without_a_draft_is_found(tmp_path: Path) -> None:
+def test_a_model_without_a_draft_is_resolved(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", MODEL)
     assert find(str(folder), settings(tmp_path)) == Checkpoints(folder)
 
@@ -92,7 +92,7 @@ def test_the_model_of_medusa_heads_comes_from_the_hub(tmp_path: Path) -> None:
     assert (result.model / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_medusa_heads_as_a_draft_model_keep_the_model_given(tmp_path: Path) -> None:
+def test_medusa_heads_as_a_draft_model_keep_the_chosen_model(tmp_path: Path) -> None:
     model = write(tmp_path / "model", MODEL)
     heads = write(tmp_path / "heads", medusa("org/elsewhere"))
     assert find(str(model), settings(tmp_path), str(heads)) == Checkpoints(model, heads)
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_had_is_explained(hub: Hub, tmp_path: Path) -> No
         find(REPO, settings(tmp_path, hub))
 
 
-def test_medusa_heads_in_a_pickle_alone_are_refused(tmp_path: Path) -> None:
+def test_medusa_heads_that_are_only_in_a_pickle_are_refused(tmp_path: Path) -> None:
     files = medusa(REPO)
     del files["medusa_lm_head.safetensors"]
     heads = write(tmp_path / "heads", files)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import Speculation, SpeculationLoader
 from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.multi_token import (
@@ -38,7 +36,7 @@ from millrace_testing.engines.multi_token import (
     speculate_on_a_rank,
 )
 from millrace_testing.engines.steps import Stepper, ints
-from millrace_testing.models.models import VOCAB, greedy, prompt_of, save_tiny
+from millrace_testing.models.models import VOCAB, greedy, prompt_of, read_model, save_tiny
 from millrace_testing.shards.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -86,28 +84,13 @@ class Setup:
         return Stepper(model, self.kernels, dtype=torch.float32, speculation=speculation, **options)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: several would wait for each other, which is slow next to another busy process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     folder = tmp_path_factory.mktemp("llama")
     reference = save_tiny(folder, "llama")
     kernels = PlainKernels(deterministic=True, block_size=BLOCK_SIZE)
     with torch.inference_mode():
-        model = load_model(
-            folder,
-            dtype=torch.float32,
-            kernels=kernels,
-            group=ProcessGroup.single(),
-            device=CPU,
-        )
+        model = read_model(folder, kernels)
     stepper = Stepper(model, kernels, dtype=torch.float32)
     truth = {
         slot: Generation(stepper, {slot: want}, NUM_TOKENS).yielded[slot]
@@ -359,7 +342,7 @@ def heads(setup: Setup) -> Heads:
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])
-def test_medusa_heads_draft_what_they_were_fitted_to(
+def test_medusa_heads_draft_the_tokens_that_they_were_fitted_to(
     setup: Setup, heads: Heads, prefix: str, tmp_path: Path
 ) -> None:
     stepper = setup.stepper(heads.save(tmp_path, prefix), None)
@@ -430,7 +413,7 @@ def test_medusa_heads_are_silent_after_forced_tokens(
     assert run.drafted
 
 
-def test_prompts_are_scored_beside_drafts_of_medusa_heads(
+def test_prompts_are_scored_in_steps_with_drafts_of_medusa_heads(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
     """Such a step runs in two parts and leaves the heads no state for drafts; the next step does."""
@@ -491,7 +474,7 @@ def test_medusa_heads_in_a_pickle_are_refused(setup: Setup, heads: Heads, tmp_pa
         setup.load(tmp_path, None)
 
 
-def test_two_ranks_draft_and_score_the_same_and_yield_what_one_does(
+def test_two_ranks_draft_and_score_alike_and_yield_the_tokens_of_one(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
     prompts = [list(WANTS[slot].prompt) for slot in (0, 2)]

@@ -131,7 +131,7 @@ def test_any_beginning_has_an_ending_that_completes_it(source: dict[str, Any]) -
         assert before.has_ended
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6), limit=st.integers(60, LIMIT))
 def test_a_text_is_whole_and_valid_and_marked_if_the_limit_closed_it(seed: int, limit: int) -> None:
     run = generate(PERSON, limit, seed)
@@ -141,7 +141,7 @@ def test_a_text_is_whole_and_valid_and_marked_if_the_limit_closed_it(seed: int, 
     assert free is None or free.ids == run.ids
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     limit=st.integers(40, LIMIT),

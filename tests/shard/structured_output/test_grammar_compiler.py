@@ -34,6 +34,7 @@ from millrace_shard.structured_output.grammar_process import CompilerBusy, Gramm
 from millrace_shard.structured_output.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
 from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
+from millrace_shard.structured_output.vocabulary import load_vocabulary
 from millrace_testing.engines.grammars import Words, allowed, lark, mask_of, regex, schema
 from millrace_testing.text.texts import byte_level
 
@@ -53,9 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_compiler(folder: Path, *, timeout: float = PATIENT) -> GrammarCompiler:
-    compiler = GrammarCompiler.load(folder, vocab_size=430, eos_token_ids=(0,), timeout=timeout)
-    assert compiler is not None
-    return compiler
+    vocabulary = load_vocabulary(folder, vocab_size=430, eos_token_ids=(0,))
+    assert vocabulary is not None
+    return GrammarCompiler(vocabulary, folder, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_a_valid_grammar_is_accepted(compiler: GrammarCompiler, grammar: Grammar
         (regex(r"a[^\s\S]"), "no text matches"),
         (lark("start: nowhere"), "nowhere"),
         (lark('{"grammars": []}'), "expecting"),
-        (schema('{"not": {}}'), "not"),
+        (schema('{"contains": {}}'), "contains"),
         (schema("[1"), "JSON"),
         (regex("(" * 2000 + "a" + ")" * 2000), "nested"),
         (lark("start: " + "(" * 50_000 + '"a"' + ")" * 50_000), "nested"),
@@ -178,7 +179,15 @@ PATHOLOGICAL = {
 }
 
 
-@pytest.mark.parametrize("name", PATHOLOGICAL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.long] * (name not in ("counts of counts", "many values"))
+        )
+        for name in PATHOLOGICAL
+    ],
+)
 def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
     name: str, hasty: GrammarCompiler
 ) -> None:
@@ -268,7 +277,9 @@ def test_grammars_that_take_long_hold_up_none_that_does_not(
     held.may_go_on.set()
     compiler.check(regex("quick too"))
     for check in checks:
-        assert "over 0.5 s" in str(check.exception(PATIENT))
+        error = check.exception(PATIENT)
+        # Beside other work it may not have begun in time.
+        assert isinstance(error, CompilerBusy) or "over 0.5 s" in str(error)
     compiler.close()
 
 
@@ -286,7 +297,7 @@ def test_a_step_does_not_wait_for_a_grammar_that_takes_its_time(
     compiler.close()
 
 
-def test_a_fork_that_dies_refuses_its_grammar_alone(
+def test_a_fork_that_dies_refuses_only_its_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = new_compiler(folder)
@@ -490,7 +501,7 @@ def test_a_running_sequence_does_not_fail_with_the_check_of_another(
         assert mask_of(matcher.result(PATIENT))
 
 
-def test_what_was_used_least_recently_is_compiled_anew(
+def test_the_least_recently_used_grammar_is_compiled_again(
     folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 2)
@@ -501,7 +512,7 @@ def test_what_was_used_least_recently_is_compiled_anew(
     assert [grammar.source for grammar in counting.calls] == ["a", "b", "c", "b"]
 
 
-def test_long_sources_take_the_place_of_many(
+def test_long_sources_evict_several_short_ones(
     folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_CACHED_BYTES", 10)
@@ -510,6 +521,20 @@ def test_long_sources_take_the_place_of_many(
     for source in ("aaaa", "bbbb", "c" * 9, "aaaa"):
         compiler.check(regex(source))
     assert len(counting.calls) == 4
+
+
+def test_states_that_texts_reached_evict_other_grammars(
+    folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_STATE_BYTES", 100)
+    counting.may_go_on.set()
+    compiler = new_compiler(folder)
+    for source in ("a", "b"):
+        compiler.check(regex(source))
+    compiler.matcher(regex("a")).lexer.state_bytes = 101
+    for source in ("c", "b", "a"):
+        compiler.check(regex(source))
+    assert [grammar.source for grammar in counting.calls] == ["a", "b", "c", "b", "a"]
 
 
 def test_a_refusal_is_not_kept(folder: Path) -> None:
@@ -521,7 +546,7 @@ def test_a_refusal_is_not_kept(folder: Path) -> None:
     compiler.close()
 
 
-def test_matchers_of_one_grammar_do_not_share_their_place(compiler: GrammarCompiler) -> None:
+def test_matchers_of_one_grammar_do_not_share_their_position(compiler: GrammarCompiler) -> None:
     first, second = (compiler.matcher(regex("abc")) for _ in range(2))
     assert first.consume(byte_level().get_vocab()["a"])
     assert mask_of(first) != mask_of(second)
@@ -551,7 +576,7 @@ def test_a_regex_matches_the_texts_that_it_matches_elsewhere(pattern: str, text:
 
 @settings(max_examples=80, deadline=None)
 @given(pattern=REGEXES, seed=st.integers(0, 10_000))
-def test_what_a_regex_generates_matches_it(pattern: str, seed: int) -> None:
+def test_texts_that_a_regex_generates_match_it(pattern: str, seed: int) -> None:
     rng, matcher = Random(seed), ASCII.matcher(regex(pattern))
     ids: list[int] = []
     for _ in range(60):
@@ -583,7 +608,7 @@ class IdleEngine:
         self.loaded = SimpleNamespace(grammars=grammars, device=torch.device("cpu"))
 
     def progress(self) -> Progress:
-        return Progress(last_step=0, pending_steps=0, idle_ns=10**9, warmed_up=True)
+        return Progress(last_step=0, pending_steps=0, idle_ns=10**9, warmed_up=True, pulse=0)
 
 
 def ask(
@@ -598,7 +623,7 @@ def ask(
     ("grammar", "reason"),
     [
         (pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a+"), None),
-        (pb.Grammar(kind=pb.Grammar.KIND_JSON_SCHEMA, source='{"not": {}}'), "not"),
+        (pb.Grammar(kind=pb.Grammar.KIND_JSON_SCHEMA, source='{"contains": {}}'), "contains"),
         (pb.Grammar(kind=pb.Grammar.KIND_LARK, source="start: x"), "x"),
         (pb.Grammar(source="a("), "unclosed group"),
     ],
@@ -620,7 +645,7 @@ def test_a_model_without_grammars_reports_it(grammars: GrammarManager | None) ->
     assert answer.error == NO_GRAMMARS
 
 
-def test_a_service_that_is_busy_compiling_is_to_be_asked_again(
+def test_a_service_that_is_busy_compiling_asks_for_a_retry(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_CALLS", 0)
@@ -641,8 +666,9 @@ GRAMMAR = regex(r"[a-z ]*[aeiou][a-z ]{9}[xyz][a-z ]*")
 @pytest.fixture
 def small_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
     byte_level().save(str(tmp_path / "tokenizer.json"))
-    made = GrammarCompiler.load(tmp_path, vocab_size=VOCAB_SIZE, eos_token_ids=(0,))
-    assert made is not None
+    vocabulary = load_vocabulary(tmp_path, vocab_size=VOCAB_SIZE, eos_token_ids=(0,))
+    assert vocabulary is not None
+    made = GrammarCompiler(vocabulary, tmp_path)
     limits = LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
     monkeypatch.setattr(matcher, "LIMITS", limits)
     monkeypatch.setattr(grammar_compiler, "RENEW_SECONDS", 60.0)
@@ -677,7 +703,9 @@ class Texts:
         return masks
 
 
-def test_a_text_goes_on_whatever_others_have_used_up(small_compiler: GrammarCompiler) -> None:
+def test_a_text_continues_after_others_have_used_up_their_states(
+    small_compiler: GrammarCompiler,
+) -> None:
     together = Texts(small_compiler, range(NUM_TEXTS))
     for _ in range(NUM_TOKENS):
         assert not len(together.step().failed)
@@ -688,7 +716,7 @@ def test_a_text_goes_on_whatever_others_have_used_up(small_compiler: GrammarComp
         assert alone.masks[number] == together.masks[number]
 
 
-def test_the_states_do_run_out(
+def test_texts_of_one_compiler_do_run_out_of_states(
     small_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the test above would show nothing. So it is where compiling takes too long for a step to wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import string
 from collections.abc import Iterator
 from itertools import islice, permutations, product
@@ -21,8 +22,9 @@ from millrace_router.tool_calls.parsing.lark import json_value
 from millrace_router.tool_calls.parsing.parameters import arguments_schema
 from millrace_router.tool_calls.tool import Tool
 from millrace_shard.structured_output.grammar_source import GrammarInvalid, with_exact_schemas
-from millrace_shard.structured_output.json_schema import MAX_DEPTH, SchemaInvalid, read_schema
+from millrace_shard.structured_output.json_schema import SchemaInvalid, read_schema
 from millrace_shard.structured_output.matcher import Matcher
+from millrace_shard.structured_output.references import MAX_DEPTH
 from millrace_testing.engines.grammars import Words, lark, schema, walk
 from millrace_testing.engines.random_schemas import Schemas
 
@@ -260,7 +262,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_specification_allows_and_nothing_else(name: str) -> None:
+def test_exactly_the_values_that_the_specification_allows_are_accepted(name: str) -> None:
     described, valid, invalid = CASES[name]
     for instance in valid:
         assert problem(compact(instance), described) is None, instance
@@ -271,7 +273,7 @@ def test_what_the_specification_allows_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_walks_over_what_is_allowed_end_in_valid_json(name: str) -> None:
+def test_walks_over_allowed_tokens_end_in_valid_json(name: str) -> None:
     described, _, _ = CASES[name]
     rng = random.Random(name)
     texts = [walk(matcher(described), WORDS, rng, most=400) for _ in range(12)]
@@ -288,12 +290,15 @@ REFUSED: dict[str, Any] = {
     "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
     "contains": {"type": "array", "contains": {"const": 1}},
     "uniqueItems": {"type": "array", "uniqueItems": True},
-    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
-    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+    "propertyNames": {"type": "object", "propertyNames": {"format": "email"}},
+    "unevaluatedProperties": {
+        "anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}],
+        "unevaluatedProperties": False,
+    },
     "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
     "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     "minProperties": {"type": "object", "minProperties": 2},
-    "format": {"type": "string", "format": "iri-reference-of-mine"},
+    "format": {"type": "string", "format": 5},
     "look-around": {"type": "string", "pattern": "^(?=a)"},
     "http://elsewhere.example/x": {"$ref": "http://elsewhere.example/x"},
     "2**53": {"const": 2**53 + 1},
@@ -303,7 +308,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("word", REFUSED)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_what_is_not_supported_is_refused_by_name(word: str, depth: int) -> None:
+def test_unsupported_keywords_are_refused_by_name(word: str, depth: int) -> None:
     described = REFUSED[word]
     if word == "refers to itself" and depth:
         described = {"$ref": "#/properties/a"}
@@ -314,6 +319,104 @@ def test_what_is_not_supported_is_refused_by_name(word: str, depth: int) -> None
     with pytest.raises(GrammarInvalid) as refusal:
         matcher(described)
     assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        "https://json-schema.org/draft-07/schema#",
+        "http://json-schema.org/draft/2020-12/schema",
+        "http://json-schema.org/schema#",
+        "https://spec.openapis.org/oas/3.1/dialect/base",
+        "made up",
+    ],
+)
+def test_the_address_of_a_dialect_need_not_be_exact(dialect: str) -> None:
+    described = {"$schema": dialect, "type": "object", "properties": {"a": {"type": "integer"}}}
+    assert accepts(described, '{"a":1}')
+    assert not accepts(described, '{"a":"x"}')
+
+
+@pytest.mark.parametrize("version", [1, 4, 7])
+def test_a_version_of_uuids_is_enforced(version: int) -> None:
+    described = {"type": "string", "format": f"uuid{version}"}
+    assert accepts(described, f'"123e4567-e89b-{version}2d3-a456-426614174000"')
+    assert not accepts(described, '"123e4567-e89b-92d3-a456-426614174000"')
+    assert not accepts(described, f'"123e4567-e89b-{version}2d3-c456-426614174000"')
+
+
+@pytest.mark.parametrize(
+    ("described", "place"),
+    [
+        (
+            {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+            "/properties/a/uniqueItems",
+        ),
+        ({"properties": {"a": {"type": "string", "format": 5}}}, "/properties/a/format"),
+        ({"properties": {"a": {"items": {"pattern": "["}}}}, "/properties/a/items/pattern"),
+        ({"properties": {"a": {"type": "any"}}}, "/properties/a/type"),
+        ({"properties": {"a": {"$ref": "#/$defs/gone"}}}, "/properties/a/$ref"),
+        ({"anyOf": [{}, {"properties": {"a": {"const": 2**60}}}]}, "/anyOf/1/properties/a/const"),
+        ({"$defs": {"B": {"pattern": "("}}, "items": {"$ref": "#/$defs/B"}}, "/$defs/B/pattern"),
+        ({"properties": {"a": {"oneOf": [{}, {"type": "null"}]}}}, "/properties/a/oneOf"),
+        (
+            {"additionalProperties": {"propertyNames": {"format": "x"}, "not": {"const": 1}}},
+            "/additionalProperties/not",
+        ),
+        ({"contains": {}}, "#/contains"),
+        (
+            {
+                "type": "object",
+                "required": ["a"],
+                "properties": {"a": {"type": "array", "items": {"enum": []}, "minItems": 1}},
+            },
+            "/properties/a/items",
+        ),
+    ],
+)
+def test_a_refusal_names_the_place(described: dict[str, Any], place: str) -> None:
+    with pytest.raises(GrammarInvalid, match=re.escape(f"{place}:")):
+        matcher(described)
+
+
+@pytest.mark.parametrize(
+    ("described", "good", "bad"),
+    [
+        ({"pattern": "["}, '"x"', None),
+        ({"type": "string", "pattern": "/^a$/i"}, '"B"', "1"),
+        ({"type": "any"}, "[1]", None),
+        ({"type": "STRING"}, '"x"', "1"),
+        ({"type": ["str", "none"]}, "null", "1"),
+        ({"$ref": "#/$defs/gone"}, "[1]", None),
+        ({"type": "array", "items": {"type": "string", "pattern": "("}}, '["x"]', "1"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, '"x"', None),
+        ({"type": "array", "minItems": "1"}, "[]", "1"),
+        ({"anyOf": [{"pattern": "*"}, {"type": "null"}]}, "null", None),
+        ({"enum": []}, "1", None),
+    ],
+)
+def test_parameters_of_a_tool_go_without_what_cannot_be_compiled(
+    described: dict[str, Any], good: str, bad: str | None
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"a": described, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    }
+    tool = Tool(name="f", description=None, parameters=parameters, strict=False)
+    grammar = lark(f"start: {json_value(arguments_schema(tool))}")
+    start = BYTES.matcher(grammar)
+    assert consumes_all(start.copy(), f'{{"a": {good}, "b": 1}}')
+    assert not consumes_all(start.copy(), f'{{"a": {good}, "b": "x"}}')
+    assert bad is None or not consumes_all(start.copy(), f'{{"a": {bad}, "b": 1}}')
+
+
+@pytest.mark.parametrize("described", [{"pattern": "["}, {"type": "any"}])
+def test_a_strict_tool_that_cannot_be_compiled_is_refused(described: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": described}}
+    tool = Tool(name="f", description=None, parameters=parameters, strict=True)
+    with pytest.raises(GrammarInvalid):
+        BYTES.matcher(lark(f"start: {json_value(arguments_schema(tool))}"))
 
 
 @pytest.mark.parametrize(
@@ -450,7 +553,9 @@ def test_a_number_is_never_at_a_bound_that_is_excluded() -> None:
     ("least", "most", "allowed"),
     [(1, 2, [2]), (0, 1, [1]), (-2, -1, [-1]), (10**6, 10**6 + 1, [10**6 + 1])],
 )
-def test_integers_next_to_an_excluded_bound(least: int, most: int, allowed: list[int]) -> None:
+def test_integers_next_to_an_excluded_bound_are_right(
+    least: int, most: int, allowed: list[int]
+) -> None:
     described = {"type": "integer", "exclusiveMinimum": least, "maximum": most}
     assert [n for n in range(least - 1, most + 2) if accepts(described, str(n))] == allowed
 
@@ -463,7 +568,7 @@ def test_integers_next_to_an_excluded_bound(least: int, most: int, allowed: list
         ("hostname", ".".join(["a" * 63] * 3 + ["b" * 61]), ".".join(["a" * 63] * 3 + ["b" * 62])),
     ],
 )
-def test_what_formats_leave_to_us(format_name: str, good: str, bad: str) -> None:
+def test_formats_are_enforced_beyond_the_library(format_name: str, good: str, bad: str) -> None:
     described = {"type": "string", "format": format_name}
     assert accepts(described, f'"{good}"')
     assert not accepts(described, f'"{bad}"')
@@ -473,7 +578,7 @@ def test_a_schema_cannot_ask_for_other_spacing_or_lenience() -> None:
     described = {"x-guidance": {"lenient": True, "whitespace_flexible": True}, "type": "array"}
     assert not accepts(described, "[ 1]")
     with pytest.raises(GrammarInvalid, match="not"):
-        matcher({**described, "not": {}})
+        matcher({**described, "not": {"type": "string"}})
 
 
 @pytest.mark.parametrize(
@@ -485,7 +590,7 @@ def test_a_name_may_be_referred_to_as_it_is(name: str) -> None:
     assert not accepts(described, '"1"')
 
 
-def test_what_is_referred_to_is_kept_wherever_it_stands() -> None:
+def test_references_are_enforced_at_any_location() -> None:
     where = "#/components/schemas"
     schemas = {
         "Event": {"type": "object", "properties": {"on": {"$ref": f"{where}/Day[é]"}}},
@@ -617,7 +722,7 @@ def test_a_schema_in_a_grammar_is_kept_to_the_letter(
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(("described", "good", "bad"), KEPT)
-def test_arguments_of_tools_are(
+def test_arguments_of_tools_are_kept_to_the_letter(
     described: dict[str, Any], good: str, bad: str, *, strict: bool
 ) -> None:
     parameters = {"type": "object", "properties": {"a": described}, "required": ["a"]}
@@ -646,7 +751,7 @@ def test_a_grammar_may_ask_for_other_spacing() -> None:
 
 
 @pytest.mark.parametrize("of", ["[1]", '"lenient"'])
-def test_what_is_asked_of_the_library_is_an_object(of: str) -> None:
+def test_options_of_the_library_must_be_an_object(of: str) -> None:
     with pytest.raises(GrammarInvalid, match="x-guidance"):
         BYTES.matcher(lark(f'start: %json {{"x-guidance": {of}}}'))
 
@@ -684,7 +789,9 @@ def test_strings_expressions_and_comments_hold_no_schemas(source: str) -> None:
         ('start: "a" //\n | %json ', " # /\n"),
     ],
 )
-def test_schemas_are_found_beside_special_tokens_and_expressions(pieces: tuple[str, str]) -> None:
+def test_schemas_next_to_special_tokens_and_expressions_are_replaced(
+    pieces: tuple[str, str],
+) -> None:
     described = json.dumps({"type": "string", "format": "date"})
     exact = with_exact_schemas(f"%json {described}").removeprefix("%json ")
     assert exact != described
@@ -696,7 +803,7 @@ DATE = {"type": "string", "format": "date"}
 
 
 @given(before=LITERALS, between=LITERALS)
-def test_schemas_are_found_between_any_literals(before: str, between: str) -> None:
+def test_schemas_between_any_literals_are_replaced(before: str, between: str) -> None:
     """Every schema is replaced, and nothing else."""
     described = json.dumps(DATE)
     pieces = [f"start: {json.dumps(before)} %json ", f" {json.dumps(between)} %json\n", ' "z"']

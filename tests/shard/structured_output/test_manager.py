@@ -60,7 +60,7 @@ def grammars(request: pytest.FixtureRequest) -> GrammarManager:
 
 @settings(max_examples=60, deadline=None)
 @given(words=LANGUAGES, seed=st.integers(0, 1000))
-def test_a_mask_allows_exactly_what_some_text_of_the_language_goes_on_with(
+def test_a_mask_allows_exactly_the_tokens_that_continue_some_text(
     words: list[str], seed: int
 ) -> None:
     grammars, rng = new_manager(WORDS), random.Random(seed)
@@ -203,7 +203,7 @@ def test_a_replayed_sequence_goes_on_where_it_was(words: list[str], cut: int, se
     assert allowed(step(grammars, row(0)).bits[0]) == WORDS.expected(language, so_far)
 
 
-def test_what_was_generated_and_does_not_match_fails_that_row_alone(
+def test_generated_tokens_that_do_not_match_fail_only_their_row(
     grammars: GrammarManager,
 ) -> None:
     grammars.admit(4, lark('start: "ab"'), ids_of(b"c"))
@@ -243,7 +243,7 @@ def test_forced_tokens_that_lead_nowhere_fail_their_row(grammars: GrammarManager
     assert (masks.bits == -1).all()
 
 
-def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: GrammarManager) -> None:
+def test_a_grammar_that_does_not_compile_fails_only_its_row(grammars: GrammarManager) -> None:
     grammars.admit(0, regex("(a"), np.array(NONE, dtype=np.int64))
     grammars.admit(1, regex("a"), np.array(NONE, dtype=np.int64))
     masks = step(grammars, row(0), row(1))
@@ -257,7 +257,7 @@ def test_without_a_usable_tokenizer_rows_with_grammars_fail() -> None:
     assert list(step(grammars, row(0)).failed) == [0]
 
 
-def test_after_the_end_only_ends_are_allowed_whatever_is_said(grammars: GrammarManager) -> None:
+def test_only_ends_are_allowed_after_the_end_of_a_text(grammars: GrammarManager) -> None:
     grammars.admit(0, lark('start: "a"'), np.array(NONE, dtype=np.int64))
     a = WORDS.tokens.index(b"a")
     step(grammars, row(0, (a, OTHER_EOS)))

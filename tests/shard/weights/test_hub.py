@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -77,7 +78,7 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_fresh_download_takes_what_serving_needs_and_no_more(tmp_path: Path) -> None:
+def test_a_fresh_download_takes_only_the_files_that_serving_needs(tmp_path: Path) -> None:
     with fake_hub.serve(Hub(FILES)) as hub:
         folder = resolve(REPO, revision=None, settings=settings(hub, tmp_path))
     assert folder.name == COMMIT
@@ -116,7 +117,7 @@ def test_second_run_sends_no_request(tmp_path: Path) -> None:
     assert first == again == offline
 
 
-def test_missing_weight_file_is_fetched_alone(tmp_path: Path) -> None:
+def test_only_the_missing_weight_file_is_fetched(tmp_path: Path) -> None:
     with fake_hub.serve(Hub(FILES)) as hub:
         folder = resolve(REPO, revision=None, settings=settings(hub, tmp_path))
         (folder / "model-00002-of-00002.safetensors").resolve().unlink()
@@ -152,7 +153,7 @@ def test_passing_failures_are_retried_with_growing_waits(tmp_path: Path) -> None
     assert waits == [FIRST_WAIT_SECONDS, 2 * FIRST_WAIT_SECONDS]
 
 
-def test_lasting_failure_is_given_up_with_the_remedy(tmp_path: Path) -> None:
+def test_a_lasting_failure_is_reported_with_the_remedy(tmp_path: Path) -> None:
     waits: list[float] = []
     with (
         fake_hub.serve(Hub(FILES, failures=[500] * TRIES)) as hub,
@@ -198,7 +199,7 @@ def test_offline_miss_names_the_folder_looked_in(tmp_path: Path) -> None:
         resolve(REPO, revision=None, settings=settings(hub, tmp_path, offline=True))
 
 
-def test_pickles_alone_are_refused_with_the_conversion(tmp_path: Path) -> None:
+def test_models_that_are_only_pickles_are_refused_with_the_conversion(tmp_path: Path) -> None:
     files = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"x"}
     with (
         fake_hub.serve(Hub(files)) as hub,
@@ -217,6 +218,44 @@ def test_pickles_alone_are_refused_with_the_conversion(tmp_path: Path) -> None:
     assert not any("pytorch_model" in request for request in hub.requests)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "whisper", "is_encoder_decoder": True}, "'whisper' has an encoder"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' has an encoder"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "'bert' only encodes"),
+        ({"model_type": "modernbert"}, "'modernbert' only encodes"),
+    ],
+)
+def test_encoders_are_refused_as_such_whatever_their_weights_are(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    files = {"config.json": json.dumps(config).encode(), "tokenizer.json": b"{}"}
+    for weights in ("pytorch_model.bin", "model.safetensors"):
+        folder = tmp_path / weights
+        folder.mkdir()
+        for name, body in (files | {weights: b"x"}).items():
+            (folder / name).write_bytes(body)
+        with (
+            fake_hub.serve(Hub(files | {weights: b"x"})) as hub,
+            pytest.raises(ModelError, match=f"{message}, and only decoders are served"),
+        ):
+            resolve(REPO, revision=None, settings=settings(hub, tmp_path))
+        with pytest.raises(ModelError, match=f"{message}, and only decoders are served"):
+            resolve(str(folder), revision=None, settings=settings(Hub({}), tmp_path))
+        assert not any(weights in request for request in hub.requests)
+
+
+def test_whole_weights_beat_an_index_of_parts(tmp_path: Path) -> None:
+    """As in transformers: the index is left from before a merge."""
+    files = {name: body for name, body in FILES.items() if "-of-" not in name}
+    files["model.safetensors"] = b"whole"
+    with fake_hub.serve(Hub(files)) as hub:
+        folder = resolve(REPO, revision=None, settings=settings(hub, tmp_path))
+        assert (folder / "model.safetensors").read_bytes() == b"whole"
+    assert resolve(str(folder), revision=None, settings=settings(Hub({}), tmp_path)) == folder
+
+
 def test_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -231,12 +270,14 @@ def test_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
         resolve("./absent", revision=None, settings=settings(hub, tmp_path))
 
 
-def test_missing_tokenizer_json_is_built_beside_a_read_only_model(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_json_is_built_for_a_read_only_model(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "[MASK]": 4, "mill": 5, "race": 6}
     (folder / "vocab.txt").write_text("\n".join(vocabulary))
-    (folder / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "config.json").write_text(
+        '{"model_type": "bert", "architectures": ["BertLMHeadModel"]}'
+    )
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     (folder / "model.safetensors").write_bytes(b"weights")
     folder.chmod(0o555)
@@ -257,7 +298,7 @@ def test_progress_reports_bytes_and_seconds_left() -> None:
     assert progress_line(0, mib, new=0, seconds=5.0) == "downloaded 0 of 1 MiB, waiting for data"
 
 
-def test_progress_is_told_while_the_hub_sends(
+def test_progress_is_logged_while_the_hub_sends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The hub's client writes a file in pieces of this size, by default 10 MiB.

@@ -22,7 +22,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_name_without_an_address() -> None:
+def test_a_host_name_without_an_address_is_reported() -> None:
     with pytest.raises(HubUnreachableError, match=r"the name hub\.invalid cannot be resolved"):
         check_connection("https://hub.invalid")
 
@@ -34,7 +34,7 @@ def test_an_unused_port_is_tried_each_time() -> None:
             check_connection(endpoint)
 
 
-def test_a_proxy_may_reach_what_we_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_behind_a_proxy_needs_no_direct_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     check_connection("https://proxied.invalid")
     monkeypatch.setenv("no_proxy", "bypassed.invalid")

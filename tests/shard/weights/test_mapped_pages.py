@@ -14,15 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import with_int8
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.load import load_model
 from millrace_shard.weights.safetensor_files import SafetensorFiles, release_pages
-from millrace_testing.models.models import Driver, prompt_of, save_tiny
+from millrace_testing.models.models import prompt_of, read_driver, read_model, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -104,13 +102,10 @@ def test_a_model_keeps_nothing_of_its_files(
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(file)
     kernels = kernels_of(kind, dtype)
-    model = load_model(
-        folder, dtype=dtype, kernels=kernels, group=ProcessGroup.single(), device=CPU
-    )
+    driver = read_driver(folder, kernels, dtype=dtype)
     gc.collect()
     assert str(file) not in Path("/proc/self/maps").read_text()
     os.truncate(file, 0)
-    driver = Driver(model, kernels, dtype=dtype)
     (run,) = driver.generate([prompt_of(5)], 3)
     assert torch.stack(run.logits).isfinite().all()
 
@@ -135,10 +130,7 @@ def test_loading_gives_back_the_pages_of_each_half_of_a_layer(
 
     monkeypatch.setattr(SafetensorFiles, "read", read)
     monkeypatch.setattr("millrace_shard.weights.safetensor_files.release_pages", release)
-    kernels = PlainKernels(deterministic=True)
-    load_model(
-        tmp_path, dtype=torch.float32, kernels=kernels, group=ProcessGroup.single(), device=CPU
-    )
+    read_model(tmp_path)
     assert sorted(names) == sorted(load_file(tmp_path / "model.safetensors"))
     assert resident == {}
 
@@ -157,7 +149,7 @@ def kernels_of(kind: str, dtype: torch.dtype) -> Kernels:
     return with_int8(made) if kind == "int8" else made
 
 
-def test_what_was_released_can_be_read_again(tmp_path: Path) -> None:
+def test_released_pages_can_be_read_again(tmp_path: Path) -> None:
     path = tmp_path / "numbers"
     torch.arange(100_000).numpy().tofile(path)
     mapped = torch.from_file(str(path), size=100_000, dtype=torch.int64)

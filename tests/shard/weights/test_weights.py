@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import WeightsError
-from millrace_shard.models.load import load_model
 from millrace_shard.weights import read_ahead
+from millrace_shard.weights.checkpoint_files import RemoteFile, missing_files, weight_files
 from millrace_shard.weights.read_ahead import CHUNK, LoadProgress, ReadAhead, readable_size
 from millrace_shard.weights.safetensor_files import SafetensorFiles
 from millrace_shard.weights.weights import Columns, Weights
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.models.models import save_tiny
+from millrace_testing.models.models import read_model, save_tiny
 
 CPU = torch.device("cpu")
 MATRIX = torch.arange(48.0).view(8, 6)
@@ -99,7 +99,7 @@ def test_kept_tensors_are_copies_in_the_requested_dtype(folder: Path) -> None:
     assert one.copied().data_ptr() != one.parts[0].data_ptr()
 
 
-def test_what_was_released_is_read_again(tmp_path: Path) -> None:
+def test_released_weights_are_read_again(tmp_path: Path) -> None:
     large = torch.randn(100, 1000)
     save_file({"a": large, "b": -large}, tmp_path / "model.safetensors")
     read = weights(tmp_path)
@@ -120,7 +120,7 @@ def test_the_vocabulary_is_padded_with_zeros(world_size: int, folder: Path) -> N
     assert (whole[8:] == 0).all()
 
 
-def test_names_with_and_without_the_prefix(folder: Path) -> None:
+def test_names_are_read_with_and_without_the_prefix(folder: Path) -> None:
     read = weights(folder)
     assert torch.equal(read.replicated("a.weight", 8, 6), MATRIX)
     assert read.replicated("model.heads", 6, 2).shape == (6, 2)
@@ -165,6 +165,12 @@ def shard(folder: Path) -> Path:
     return index
 
 
+def test_whole_weights_are_read_beside_an_index_of_parts(tmp_path: Path) -> None:
+    shard(tmp_path)
+    save_file({"model.a": MATRIX + 1}, tmp_path / "model.safetensors")
+    assert torch.equal(weights(tmp_path).replicated("model.a", 8, 6), MATRIX + 1)
+
+
 def test_sharded_files_are_read_with_and_without_an_index(tmp_path: Path) -> None:
     index = shard(tmp_path)
     for _ in range(2):
@@ -172,6 +178,21 @@ def test_sharded_files_are_read_with_and_without_an_index(tmp_path: Path) -> Non
         assert torch.equal(read.replicated("model.a", 8, 6), MATRIX)
         assert torch.equal(read.replicated("model.b", 8, 6), -MATRIX)
         index.unlink(missing_ok=True)
+
+
+def test_an_index_of_missing_files_beside_the_whole_is_not_used(tmp_path: Path) -> None:
+    shard(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    save_file({"model.a": 2 * MATRIX, "model.b": -MATRIX}, tmp_path / "model.safetensors")
+    assert torch.equal(weights(tmp_path).replicated("model.a", 8, 6), 2 * MATRIX)
+    assert not {"model-00002-of-00002.safetensors", "model.safetensors"} & {
+        *missing_files(tmp_path)
+    }
+    files = [
+        RemoteFile(path, 1) for path in ("model.safetensors", "model-00001-of-00002.safetensors")
+    ]
+    index = (tmp_path / "model.safetensors.index.json").read_bytes()
+    assert [file.path for file in weight_files(files, index=index)] == ["model.safetensors"]
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -338,11 +359,5 @@ def test_both_paths_ask_for_a_model_that_they_load(
 
     monkeypatch.setattr(ReadAhead, "close", close_once_asked)
     save_tiny(tmp_path, model_type)
-    load_model(
-        tmp_path,
-        dtype=torch.float32,
-        kernels=make_kernels("plain", deterministic=False),
-        group=ProcessGroup.single(),
-        device=torch.device("cpu"),
-    )
+    read_model(tmp_path, make_kernels("plain", deterministic=False))
     assert result == [((tmp_path / "model.safetensors").stat().st_size, 0)]

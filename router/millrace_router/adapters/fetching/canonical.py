@@ -35,6 +35,12 @@ _COPY = ".base_layer.weight"
 _VISION_SEGMENT = "language_model"
 _WRAPPERS = ("model", "transformer")
 """Names of the decoder inside a model's class."""
+_OF_FILES = (
+    ("model.layers.", "backbone.layers."),
+    (".mlp.", ".block_sparse_moe."),
+    (".forget_gate.", "."),
+)
+"""Parts of names in classes of `transformers`, and what published files have there: Nemotron-H and Kimi Linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,12 @@ def _without_prefix(module: str) -> str:
 
 
 def _candidates(trained: str) -> Iterator[str]:
+    names = list(_by_wrappers(trained))
+    yield from names
+    yield from (name.replace(old, new) for old, new in _OF_FILES for name in names if old in name)
+
+
+def _by_wrappers(trained: str) -> Iterator[str]:
     yield trained
     segments = trained.split(".")
     plain = [segment for segment in segments if segment != _VISION_SEGMENT]

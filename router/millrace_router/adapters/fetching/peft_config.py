@@ -64,6 +64,10 @@ CONVERT = (
 )
 
 
+TASKS = frozenset((None, "CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_2_SEQ_LM"))
+"""Tools write the last two for decoders as well; they change nothing of the tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """A key of `rank_pattern` or `alpha_pattern`, and its value."""
@@ -92,7 +96,7 @@ class PeftConfig:
         if config.get("peft_type") is None:
             raise Invalid(f"the field peft_type of {CONFIG_FILE} is missing")
         _expect(config, "peft_type", {"LORA"}, "is another method than LoRA")
-        _expect(config, "task_type", {None, "CAUSAL_LM"}, "is another task than CAUSAL_LM")
+        _expect(config, "task_type", TASKS, "is another task than CAUSAL_LM")
         _expect(
             config, "bias", {None, "none"}, "replaces biases of the model, which is not supported"
         )

@@ -1,5 +1,5 @@
 """Anthropic's messages, turned into a chat and back.
 
 Entry point: `routes.register`.
-May import: api.chat, api.body, server and below.
+Imports: api.body, api.chat, engine, errors, reasoning, request, server, text, tool_calls.
 """

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
+import json
+import sys
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
 
 import orjson
-from pydantic_core import from_json
 
 from millrace_router.api.anthropic.protocol import (
     BlockJson,
@@ -30,7 +30,7 @@ from millrace_router.api.anthropic.to_chat import tool_use_id
 from millrace_router.api.chat.choice import ChatDelta, ChoiceText, ReadChoice, Thought, parts_of
 from millrace_router.api.chat.stream import ChunkTemplate, EventStream
 from millrace_router.engine.generation import Generation, Usage
-from millrace_router.errors import GenerationError, RouterError
+from millrace_router.errors import GenerationError, RouterError, SizeError
 from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
 
@@ -67,6 +67,22 @@ def status_of(error: RouterError) -> HTTPStatus:
     return STATUSES.get(status, status)
 
 
+def text_of(error: RouterError) -> str:
+    """Return the text of a failure: Anthropic's where agents read it, to shorten a conversation or an answer."""
+    if not isinstance(error, SizeError):
+        return error.client_text
+    num_prompt, num_new = error.num_prompt_tokens, error.max_new_tokens
+    most_prompt, most = error.max_prompt_tokens, error.max_total_tokens
+    if most_prompt is not None and num_prompt > most_prompt:
+        return f"prompt is too long: {num_prompt} tokens > {most_prompt} maximum"
+    if most is None:
+        return error.client_text
+    return (
+        f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_new} > {most}, decrease input length"
+        " or `max_tokens` and try again"
+    )
+
+
 def may_be_retried(error: RouterError) -> bool:
     """Whether clients may repeat the request; without this header they repeat every request that was answered 500."""
     return not isinstance(error, GenerationError)
@@ -87,7 +103,7 @@ class MessageHead:
     """The parts of a message that are known before its first token."""
 
     model: str
-    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    id: str
 
     def json(
         self,
@@ -177,12 +193,24 @@ def tool_use_block(first: CallDelta) -> MessagesToolUseJson:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """Parse the arguments of a call; if they were cut short, the part there is, as Anthropic's client does."""
+    """Parse the arguments of a whole call; integers beyond 64 bits become floats, as in JavaScript.
+
+    Numbers beyond all floats become the largest one: JSON cannot write infinity, and a whole call is not refused.
+    """
+    parsed: dict[str, Any]
     try:
-        parsed = from_json(arguments or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        parsed = json.loads(arguments, parse_int=_number, parse_float=_float)
+    return parsed
+
+
+def _number(digits: str) -> float:
+    return int(digits) if len(digits) < 19 else _float(digits)
+
+
+def _float(digits: str) -> float:
+    return max(-sys.float_info.max, min(float(digits), sys.float_info.max))
 
 
 class MessageEvents:

@@ -16,6 +16,7 @@ from millrace_router.api.anthropic.answers import (
     may_be_retried,
     message_json,
     status_of,
+    text_of,
 )
 from millrace_router.api.anthropic.protocol import (
     CountTokensJson,
@@ -28,11 +29,11 @@ from millrace_router.api.body.adapters import adapter_of_model
 from millrace_router.api.body.reading import read_request
 from millrace_router.api.chat.choice import reader
 from millrace_router.api.chat.route import model_name
-from millrace_router.api.chat.start import prepare_chat, start_chat
+from millrace_router.api.chat.start import count_chat, start_chat
 from millrace_router.errors import RouterError, ThreadsUnsupported
 from millrace_router.server.access_log import REQUEST_ID
-from millrace_router.server.bodies import error_response, json_response
-from millrace_router.server.headers import answer_headers, note_ignored, sse_options
+from millrace_router.server.bodies import error_response, json_response, off_loop
+from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.operation import IDEMPOTENT, MESSAGING, NAMING, Operation
 from millrace_router.server.services import SERVICES
@@ -45,14 +46,14 @@ SHOULD_RETRY_HEADER = "x-should-retry"
 """Takes precedence over the status in Anthropic's clients."""
 
 
-def is_of_messages(request: web.Request) -> bool:
-    """Whether a request is for one of these routes, or for a path below them."""
-    return f"{request.path}/".startswith(f"{MESSAGES}/")
+def is_of_messages(path: str) -> bool:
+    """Whether a path is of one of these routes, or below them."""
+    return f"{path}/".startswith(f"{MESSAGES}/")
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Send the request's id in the header that Anthropic's clients read; a hook of `on_response_prepare`."""
-    if is_of_messages(request) and REQUEST_ID in request:
+    if is_of_messages(request.path) and REQUEST_ID in request:
         response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
 
 
@@ -64,17 +65,17 @@ def messages_errors(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except RouterError as error:
-            return refusal(request, error)
+            return refusal(request[REQUEST_ID], error)
 
     return answer
 
 
-def refusal(request: web.Request, error: RouterError) -> web.Response:
+def refusal(request_id: str, error: RouterError) -> web.Response:
     """Render an error with its status."""
     status = status_of(error)
     response = error_response(error)
     response.set_status(status)
-    answer = error_answer(status, error.client_text, request[REQUEST_ID])
+    answer = error_answer(status, text_of(error), request_id)
     if isinstance(error, ThreadsUnsupported):
         answer["error"]["details"] = error.details
     response.body = orjson.dumps(answer)
@@ -131,12 +132,10 @@ def register(app: web.Application) -> None:
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
     """`POST /v1/messages/count_tokens`: count the tokens of the prompt that a message would have."""
+    body = await read_request(request, CountTokensRequest, generates=False)
     services = request.app[SERVICES]
-    body = await read_request(request, CountTokensRequest)
-    note_ignored(request, body.left_out())
-    with services.infer.permit():
-        chat = await prepare_chat(services, chat_of(body, services.dialect))
-        count = await services.validator.count(chat.request)
+    chat = await off_loop(request, partial(chat_of, body, services.dialect))
+    count = await count_chat(services, chat)
     answer: CountTokensJson = {"input_tokens": count}
     return json_response(answer)
 
@@ -145,10 +144,13 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """`POST /v1/messages`."""
     services = request.app[SERVICES]
     body = await read_request(request, MessagesRequest)
-    note_ignored(request, body.left_out())
-    chat, adapter = chat_of(body, services.dialect), adapter_of_model(request, body.model)
+    chat = await off_loop(request, partial(chat_of, body, services.dialect))
+    adapter = adapter_of_model(request, body.model)
     async with start_chat(request, chat, None, adapter) as run:
-        head = MessageHead(model=model_name(services, body.model))
+        names = run.chat.names
+        head = MessageHead(
+            model=model_name(services, body.model), id=f"msg_{names.digits('message', 12)}"
+        )
         if body.stream:
             (generation,) = run.generations
             on_error = partial(error_event, request_id=request[REQUEST_ID])

@@ -6,6 +6,11 @@ CHAT = "any OpenAI client works with /v1/chat/completions"
 PLAIN = "/generate continues a text, and any OpenAI client works with /v1/chat/completions"
 TIPS: dict[str, str] = {
     "/api/tags": "Ollama's routes are not served; /v1/models lists the models",
+    "/api/embed": "Ollama's routes are not served; /v1/embeddings embeds texts",
+    "/api/embeddings": "Ollama's routes are not served; /v1/embeddings embeds texts",
+    "/api/show": "Ollama's routes are not served; /info describes the model",
+    "/api/ps": "Ollama's routes are not served; /info describes the model",
+    "/api/version": "Ollama's routes are not served; /info has the version",
     "/api": f"Ollama's routes are not served; {CHAT}",
     "/completion": f"llama.cpp's own routes are not served; {PLAIN}",
     "/completions": f"llama.cpp's own routes are not served; {PLAIN}",

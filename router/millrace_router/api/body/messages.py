@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from millrace_router.api.body.fields import Items, RequestModel
-from millrace_router.errors import ToolError, ValidationError
+from millrace_router.api.body.fields import Items, NullIs, RequestModel
+from millrace_router.errors import BodyShapeError, ImageInvalid, ToolError, ValidationError
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.images import ImageSource
 from millrace_router.request.limits import Dialect
-from millrace_router.text.template_messages import THOUGHT, Message
-from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_router.text.template_messages import THOUGHT, Message, image_part
+from millrace_router.tool_calls.text_tool import arguments_of
+from millrace_router.tool_calls.tool import Tool, ToolChoice, tool_not_found
 
 EXCLUSIVE = "Grammar and tools are mutually exclusive"
+RESULT = "tool"
+"""The role of a tool's result."""
 MAX_NAME_CHARS = 100
 """Characters of an unknown name in a message."""
 Word = Literal["auto", "none", "required"]
@@ -28,13 +32,19 @@ def check_exclusive(tools: object, request: GenerationRequest, dialect: Dialect)
         raise ToolError(EXCLUSIVE)
 
 
+PARAMETERS = frozenset(("parameters", "arguments", "input_schema", "inputSchema"))
+LOST_PARAMETERS = frozenset(("schema", "json_schema", "params", "args", "args_schema"))
+"""Names that clients give to the schema of parameters, and no server reads."""
+
+
 class FunctionDefinition(RequestModel):
-    """A function that the model may call; `arguments` is TGI's name of `parameters`."""
+    """A function that the model may call; `arguments` is TGI's name of `parameters`, and the others are MCP's."""
 
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(
-        validation_alias=AliasChoices("parameters", "arguments"), default=None
+        validation_alias=AliasChoices("parameters", "arguments", "input_schema", "inputSchema"),
+        default=None,
     )
     """A JSON schema; None for a function without parameters."""
     strict: bool | None = None
@@ -49,6 +59,17 @@ class ToolDefinition(RequestModel):
 
     type: str | None = "function"
     function: FunctionDefinition | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_parameters_in_place(cls, value: object) -> object:
+        function = value.get("function") if isinstance(value, dict) else None
+        if isinstance(value, dict) and isinstance(function, dict):
+            outside = PARAMETERS & value.keys()
+            inside = set() if PARAMETERS & function.keys() else LOST_PARAMETERS & function.keys()
+            for name in sorted(outside | inside):
+                raise ValueError(f"`{name}` is not read: a schema belongs to `function.parameters`")
+        return value
 
     def as_tool(self) -> Tool:
         """Translate; raises ToolError for another kind."""
@@ -154,15 +175,20 @@ def only(tools: tuple[Tool, ...], names: Sequence[str]) -> tuple[Tool, ...]:
     by_name = {tool.name: tool for tool in tools}
     for name in names:
         if name not in by_name:
-            raise ToolError(f"Tool with name {name[:MAX_NAME_CHARS]} not found")
+            raise tool_not_found(name, list(by_name))
     return tuple(by_name[name] for name in dict.fromkeys(names))
 
 
 class TextPart(RequestModel):
-    """A piece of text in a message."""
+    """A piece of text in a message; some clients keep it as a string, or null for an empty one."""
 
     type: Literal["text", "input_text", "output_text"]
-    text: str
+    text: Annotated[str, NullIs(str)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: object) -> object:
+        return {"type": "text", "text": value} if isinstance(value, str) else value
 
 
 class RefusalPart(RequestModel):
@@ -177,9 +203,16 @@ class RefusalPart(RequestModel):
 
 
 class Url(RequestModel):
-    """The address of an image."""
+    """The address of an image; some clients send the string itself."""
 
     url: str
+    detail: Any = None
+    """How many pixels the model gets: `low` for few."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: object) -> object:
+        return {"url": value} if isinstance(value, str) else value
 
 
 class ImagePart(RequestModel):
@@ -193,16 +226,78 @@ class ImagePart(RequestModel):
         """Text for the template, in TGI's markdown."""
         return f"![]({self.image_url.url})"
 
+    def source(self, part: str) -> ImageSource:
+        """Return the image at `part` of the body; raises ImageInvalid."""
+        return image_source(self.image_url.url, part, self.image_url.detail)
 
-class MediaPart(RequestModel):
-    """A kind of content that no model here reads."""
 
-    type: Literal["input_image", "input_audio", "input_file", "file", "audio_url", "video_url"]
+class ForeignPart(RequestModel):
+    """A kind of content that no model here reads: media, and what other servers left behind.
+
+    In an earlier turn a note stands for it in the prompt, since it would end the conversation; none for thoughts.
+    """
+
+    is_open: ClassVar[bool] = True
+    type: str
+
+
+class InputImagePart(ForeignPart):
+    """An image in the form of OpenAI's responses; a model that reads only text has it like other foreign parts."""
+
+    image_url: Any = None
+    file_id: Any = None
+    detail: Any = None
+
+    def source(self, part: str) -> ImageSource:
+        """Return the image at `part` of the body; raises ImageInvalid."""
+        if not isinstance(self.image_url, str):
+            raise ImageInvalid(part, "has no `image_url`: files are not stored here")
+        return image_source(self.image_url, part, self.detail)
+
+
+def image_source(url: str, part: str, detail: object = None) -> ImageSource:
+    """Return an image as a client names it; raises ImageInvalid for an unknown detail."""
+    if detail not in DETAILS:
+        raise ImageInvalid(
+            part, f"has a `detail` that is not one of {', '.join(map(str, DETAILS[1:]))}"
+        )
+    return ImageSource(url, part, "low" if detail == "low" else "auto")
+
+
+DETAILS = (None, "auto", "low", "high", "original")
+"""All but `low` give the model the pixels that its settings give."""
+THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning", "reasoning_text"))
+"""Types of parts that templates do not get."""
+_TAGS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    "refusal": "refusal",
+    "image_url": "image",
+    "input_image": "input_image",
+}
+
+
+def _kind_of_part(part: object) -> str | None:
+    """Return the tag of a part's model, by its `type`."""
+    if isinstance(part, str):
+        return "text"
+    type_ = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return _TAGS.get(type_, "foreign") if isinstance(type_, str) else None
 
 
 ContentPart = TypeAliasType(
     "ContentPart",
-    Annotated[TextPart | RefusalPart | ImagePart | MediaPart, Field(discriminator="type")],
+    Annotated[
+        Annotated[TextPart, Tag("text")]
+        | Annotated[RefusalPart, Tag("refusal")]
+        | Annotated[ImagePart, Tag("image")]
+        | Annotated[InputImagePart, Tag("input_image")]
+        | Annotated[ForeignPart, Tag("foreign")],
+        Discriminator(
+            _kind_of_part,
+            custom_error_type="content_part",
+            custom_error_message="must be an object whose `type` is a text, such as 'text'",
+        ),
+    ],
 )
 
 
@@ -228,12 +323,35 @@ class CalledFunction(RequestModel):
     description: str | None = None
 
 
+class CalledCustom(RequestModel):
+    """A `custom` tool that the assistant of another server called; its input is any text."""
+
+    name: str
+    input: Annotated[str, NullIs(str)]
+
+
 class ToolCall(RequestModel):
     """A call in the history of a conversation."""
 
     id: str | None = None
     type: str | None = "function"
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+
+    @model_validator(mode="after")
+    def _names_what_is_called(self) -> ToolCall:
+        if self.function is None and self.custom is None:
+            raise ValueError("a call needs a `function`")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Translate; a custom tool is a function with one parameter, `input`."""
+        if self.function is not None:
+            return called(
+                self.id, self.function.name, self.function.arguments, self.type or "function"
+            )
+        assert self.custom is not None
+        return called(self.id, self.custom.name, arguments_of(self.custom.input))
 
 
 class MessageBody(RequestModel):
@@ -264,7 +382,9 @@ class ChatMessage(MessageBody):
     def _has_content(self) -> ChatMessage:
         if self.role == "function":
             raise ValueError("the role `function` is not supported: use `tool`")
-        if self.content is None and not (self.tool_calls or self.thought):
+        # What a client kept of an empty answer or result cannot be refused: it would end the conversation.
+        is_kept = self.role in {"assistant", RESULT}
+        if self.content is None and not (self.tool_calls or self.thought or is_kept):
             raise ValueError("a message needs `content` or `tool_calls`")
         return self
 
@@ -274,40 +394,81 @@ class ChatMessage(MessageBody):
         thoughts = (self.reasoning_content, self.reasoning, self.thinking)
         return next((one for one in thoughts if isinstance(one, str) and one), None)
 
-    def for_template(self, dialect: Dialect) -> Message:
-        """Translate, with the structure of the content; raises ValidationError for a part that is not text."""
-        content = None if self.content is None else template_content(self.content, dialect)
+    def for_template(
+        self, dialect: Dialect, *, is_last: bool = True, part: str = "content"
+    ) -> Message:
+        """Translate, with the structure of the content at `part`; raises ValidationError as `template_content`."""
+        content = None
+        if self.content is None and dialect.has_tgi_errors and not self.tool_calls:
+            raise BodyShapeError("a message needs `content` or `tool_calls`", field="messages")
+        if self.content is not None:
+            is_kept = self.role == RESULT or not is_last
+            content = template_content(self.content, dialect, is_kept=is_kept, part=part)
         message: Message = {"role": self.role, "content": content}
         if self.tool_calls:
-            message["tool_calls"] = [
-                called(
-                    call.id, call.function.name, call.function.arguments, call.type or "function"
-                )
-                for call in self.tool_calls
-            ]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         named = {"tool_call_id": self.tool_call_id, "name": self.name, THOUGHT: self.thought}
         message |= {key: value for key, value in named.items() if value is not None}
         return message
 
 
 def for_template(messages: Sequence[ChatMessage], dialect: Dialect) -> list[Message]:
-    """Translate all turns; raises ValidationError for a part that is not text."""
-    return [message.for_template(dialect) for message in messages]
+    """Translate all turns; raises ValidationError for a part of the last one that is not text."""
+    last = len(messages) - 1
+    return [
+        message.for_template(dialect, is_last=index == last, part=f"messages.{index}.content")
+        for index, message in enumerate(messages)
+    ]
 
 
-def template_content(content: MessageContent, dialect: Dialect) -> str | list[dict[str, str]]:
-    """Return text, or parts of text, for a template; raises ValidationError for a part that is not text."""
+def template_content(
+    content: MessageContent, dialect: Dialect, *, is_kept: bool, part: str
+) -> str | list[dict[str, Any]]:
+    """Return text, or parts, for a template; raises ValidationError for a part that the model does not read.
+
+    Where it `is_kept`, in the result of a tool and in an earlier turn, a note stands for such a part, which would end
+    the conversation. `part` is where the content is in the body.
+    """
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": _text_of(part, dialect)} for part in content]
+    return [
+        _part_for_template(one, dialect, is_kept=is_kept, name=f"{part}.{index}")
+        for index, one in enumerate(content)
+        if not (is_kept and one.type in THOUGHTS)
+    ]
 
 
-def _text_of(part: ContentPart, dialect: Dialect) -> str:
-    if isinstance(part, MediaPart) or (isinstance(part, ImagePart) and not dialect.takes_images):
+def _part_for_template(
+    part: ContentPart, dialect: Dialect, *, is_kept: bool, name: str
+) -> dict[str, Any]:
+    if dialect.reads_images and isinstance(part, ImagePart | InputImagePart):
+        return image_part(part.source(name))
+    return {"type": "text", "text": _text_of(part, dialect, is_kept=is_kept, name=name)}
+
+
+def _text_of(part: ContentPart, dialect: Dialect, *, is_kept: bool, name: str) -> str:
+    if isinstance(part, ForeignPart) or (isinstance(part, ImagePart) and not dialect.takes_images):
+        if is_kept:
+            return note_of(part.type)
+        reads = "text and images" if dialect.reads_images else "text"
         raise ValidationError(
-            f"content of type `{part.type}` is not supported: this model reads only text"
+            f"content of type `{part.type[:MAX_NAME_CHARS]}` is not supported: this model reads only {reads}"
+            f" (`{name}`)"
         )
     return part.text
+
+
+def note_of(content_type: str) -> str:
+    """Return the text in place of content that is not text."""
+    kind = content_type.removeprefix("input_").removesuffix("_url")
+    return f"[{kind[:MAX_NAME_CHARS]} left out]"
+
+
+def foreign_in(content: object) -> Iterator[str]:
+    """Yield the types of the parts of content that are not text."""
+    for part in content if isinstance(content, list | tuple) else ():
+        if isinstance(part, ForeignPart | ImagePart):
+            yield part.type
 
 
 def called(

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import chain, islice
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import AliasChoices
 
-from millrace_router.api.body.fields import RequestModel
+from millrace_router.api.body.fields import RequestModel, names_of
 from millrace_router.api.body.refused_fields import (
     NESTED,
     UNUSED_FIELDS,
     RefusedField,
     UnusedFields,
 )
-from millrace_router.errors import ValidationError
-from millrace_router.server.bodies import read_json, to_model
+from millrace_router.errors import BodyError, Overloaded, ValidationError
+from millrace_router.server.bodies import off_loop, read_json, receive_json, to_model
 from millrace_router.server.headers import note_ignored
 from millrace_router.server.services import SERVICES, Services, count_refusal
+
+MOST_NAMED = 100
+"""Most unused fields of a body that are named; of further ones only those that are refused matter."""
 
 Model = TypeVar("Model", bound=RequestModel)
 
 
-async def read_request(request: web.Request, model: type[Model]) -> Model:
-    """Parse the body as `model`; raises BodyError, BodyShapeError, or as `request_of`."""
-    return request_of(request, await read_json(request), model)
+async def read_request(
+    request: web.Request, model: type[Model], *, generates: bool = True
+) -> Model:
+    """Parse the body as `model`; raises as `admitted` and `request_of`."""
+    async with admitted(request, generates=generates):
+        return await request_of(request, await read_json(request), model)
 
 
-def request_of(request: web.Request, parsed: object, model: type[Model]) -> Model:
+@asynccontextmanager
+async def admitted(request: web.Request, *, generates: bool = True) -> AsyncIterator[None]:
+    """Receive the body, and hold a permit while it is parsed in the block: a full server parses nothing.
+
+    Too few permits count in the metrics as a request that failed if the route `generates`.
+
+    Raises:
+        BodyError, Overloaded, ShuttingDown.
+
+    """
+    await receive_json(request)
+    services = request.app[SERVICES]
+    try:
+        async with services.infer.permit():
+            yield
+    except Overloaded as error:
+        if generates:
+            count_refusal(services.metrics, error)
+        raise
+
+
+async def request_of(request: web.Request, parsed: object, model: type[Model]) -> Model:
     """Check JSON against `model`, and name what it does not use in the answer.
 
     Raises:
@@ -37,23 +65,37 @@ def request_of(request: web.Request, parsed: object, model: type[Model]) -> Mode
         ValidationError: a field would change the answer and is not supported, or is unknown with `--strict-fields`.
 
     """
-    body, ignored = checked(request.app[SERVICES], parsed, model)
+    services = request.app[SERVICES]
+    try:
+        body, ignored = await off_loop(request, partial(checked, services, parsed, model))
+    except BodyError:
+        raise
+    except ValidationError as error:
+        count_refusal(services.metrics, error)
+        raise
     if ignored:
         note_ignored(request, ignored)
     return body
 
 
+IMAGES = frozenset(("image", "image_url", "input_image"))
+"""Types of parts and blocks that are pictures."""
+
+
 def checked(services: Services, parsed: object, model: type[Model]) -> tuple[Model, list[str]]:
-    """Return the body, and the names of what has no effect; raises as `request_of`."""
-    body = to_model(parsed, model)
-    ignored: list[str] = []
+    """Return the body, and the first names of what has no effect; raises as `request_of`."""
+    body = to_model(parsed, model, takes_fractions=not services.dialect.has_tgi_errors)
+    ignored: dict[str, None] = {}
     for path, field in unused_fields(parsed, body):
         refusal = _refusal(services, path, field)
         if refusal is not None:
-            count_refusal(services.metrics, refusal)
             raise refusal
-        ignored.append(path)
-    return body, ignored
+        if len(ignored) < MOST_NAMED:
+            ignored[path] = None
+    left_out = body.left_out()
+    if services.dialect.reads_images:
+        left_out = (name for name in left_out if name.rpartition(".")[2] not in IMAGES)
+    return body, list(islice(dict.fromkeys(chain(ignored, left_out)), MOST_NAMED))
 
 
 def _refusal(services: Services, path: str, field: RefusedField | None) -> ValidationError | None:
@@ -101,16 +143,3 @@ def _within(parsed: object, read: object, prefix: str) -> Iterator[tuple[str, Re
         for source, item in zip(parsed, read, strict=True):
             if isinstance(item, RequestModel):
                 yield from unused_fields(source, item, prefix)
-
-
-@cache
-def names_of(model: type[RequestModel]) -> dict[str, str]:
-    """Return the attributes of a model by the names that its fields have in JSON."""
-    names: dict[str, str] = {}
-    for attribute, info in model.model_fields.items():
-        alias = info.validation_alias
-        if isinstance(alias, AliasChoices):
-            names |= {choice: attribute for choice in alias.choices if isinstance(choice, str)}
-        else:
-            names[alias if isinstance(alias, str) else info.alias or attribute] = attribute
-    return names

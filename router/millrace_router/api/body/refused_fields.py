@@ -49,7 +49,28 @@ SAMPLERS = "the order of sampling is fixed, and other samplers do not exist here
 ENDS = "a text ends by tokens, stop strings and `max_tokens`"
 NOT_IN_ANSWERS = "answers do not contain it here"
 ONE_FORM = "structured output has one form here"
+FOREIGN_GRAMMARS = (
+    "responseSchema responseJsonSchema responseFormat jsonSchema output_schema json_mode guided_decoding"
+    " guided_decoding_params guided_decoding_guide regex_pattern grammar_string structural_tag"
+)
+"""Fields of other servers alone that have a grammar."""
+GRAMMARS = (
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf schema"
+    f" response_schema format {FOREIGN_GRAMMARS}"
+)
+"""Fields of other servers and routes that have a grammar."""
+ANTHROPICS = "output_format output_config"
+WRAPPERS = (
+    *_refused("extra_body parameters", "its fields belong to the body itself", neutral=[{}]),
+    *_refused(
+        "nvext sampling_params generation_config generationConfig",
+        "the body itself has fields for it",
+        neutral=[{}],
+    ),
+)
+"""Objects of clients and of other servers whose fields would change the answer."""
 SAMPLING = (
+    *WRAPPERS,
     *_refused("truncation_side", "the last tokens are kept", neutral=["left"]),
     *_refused(
         "use_beam_search",
@@ -92,15 +113,35 @@ SAMPLING_WITHOUT_EFFECT = """
     mirostat_eta repeat_last_n post_sampling_probs n_keep n_discard n_cache_reuse cache_prompt id_slot
     sse_ping_interval speculative.n_max speculative.n_min speculative.p_min
 """
-COMMON = (*SAMPLING, *_refused("guided_whitespace_pattern structural_tag", ONE_FORM, neutral=[""]))
+COMMON = (
+    *SAMPLING,
+    *_refused(
+        f"{FOREIGN_GRAMMARS} {ANTHROPICS} text",
+        "use `response_format`",
+        neutral=["", False],
+    ),
+    *_refused("schema response_schema format", "use `response_format`", neutral=[""]),
+    *_refused("guided_whitespace_pattern structural_tag", ONE_FORM, neutral=[""]),
+)
 """Of chats and text completions."""
 COMMON_WITHOUT_EFFECT = f"{SAMPLING_WITHOUT_EFFECT} guided_decoding_backend"
 POOLING = (*_refused("embed_dtype endianness", "numbers are float32, little-endian"),)
 POOLING_WITHOUT_EFFECT = "mm_processor_kwargs user request_id rid"
 
 UNUSED_FIELDS: dict[FieldScope, UnusedFields] = {
-    FieldScope.GENERATE: _unused(),
-    FieldScope.PARAMETERS: _unused(),
+    FieldScope.VERTEX: _unused(
+        _refused("parameters", "each instance has its own", neutral=[{}]),
+    ),
+    FieldScope.GENERATE: _unused(
+        WRAPPERS,
+        _refused(
+            f"{GRAMMARS} {ANTHROPICS} grammar", "use `parameters.grammar`", neutral=["", False]
+        ),
+        _refused("response_format", "use `parameters.grammar`", neutral=[{"type": "text"}]),
+    ),
+    FieldScope.PARAMETERS: _unused(
+        WRAPPERS, _refused(f"{GRAMMARS} {ANTHROPICS}", "use `grammar`", neutral=["", False])
+    ),
     FieldScope.CHAT: _unused(
         COMMON,
         _refused("functions function_call", "use `tools` and `tool_choice`"),
@@ -123,6 +164,8 @@ UNUSED_FIELDS: dict[FieldScope, UnusedFields] = {
         SAMPLING,
         _refused("conversation prompt", "send everything as `input`"),
         _refused("background", "read the answer, or a stream", neutral=[False]),
+        _refused(f"{GRAMMARS} {ANTHROPICS}", "use `text.format`", neutral=["", False]),
+        _refused("response_format", "use `text.format`", neutral=[{"type": "text"}]),
         without_effect=f"""{SAMPLING_WITHOUT_EFFECT} client_metadata background_options prompt_cache_options
         max_tool_calls stream_options truncation context_management""",
     ),
@@ -132,7 +175,11 @@ UNUSED_FIELDS: dict[FieldScope, UnusedFields] = {
         without_effect="disable_fallback",
     ),
     FieldScope.MESSAGE: _unused(
+        WRAPPERS,
         _refused("output_format", "use `output_config`"),
+        _refused(GRAMMARS, "use `output_config.format`", neutral=["", False]),
+        _refused("grammar text", "use `output_config.format`", neutral=[""]),
+        _refused("response_format", "use `output_config.format`", neutral=[{"type": "text"}]),
         _refused("container mcp_servers", "only Anthropic's servers have them", neutral=[[]]),
         _refused("thread", "send everything as `messages`"),
         without_effect="""context_management cache_control metadata service_tier inference_geo speed betas diagnostics

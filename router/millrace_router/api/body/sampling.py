@@ -19,6 +19,7 @@ from millrace_router.api.body.fields import (
     SamplingModel,
     UInt32,
 )
+from millrace_router.api.body.grammars import FormOfText
 from millrace_router.errors import ValidationError
 from millrace_router.request.float32 import rounded
 from millrace_router.request.generation_request import DryRequest, FieldNames, GenerationRequest
@@ -289,7 +290,7 @@ def openai_generation(request: GenerationRequest, dialect: Dialect) -> Generatio
     return replace(request, left_out=left_out & GREEDY_NAMES, **no_warpers)
 
 
-class StructuredOutputs(RequestModel):
+class StructuredOutputs(FormOfText):
     """vLLM's: one of these."""
 
     scope = FieldScope.STRUCTURED_OUTPUTS

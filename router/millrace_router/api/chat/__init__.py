@@ -1,5 +1,5 @@
 """A chat, from the form that all dialects share to its prompt, its start and the choices that are read of it.
 
 Entry points: `chat.Chat`, `start.start_chat`, `choice.read_choice`.
-May import: api.body, server and below.
+Imports: api.body, engine, errors, reasoning, request, server, text, tool_calls, tool_calls.parsing, version.
 """

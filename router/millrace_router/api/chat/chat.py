@@ -9,6 +9,7 @@ from typing import Any
 from millrace_router.api.body.sampling import DEFAULT_OUTPUT, OutputOptions
 from millrace_router.reasoning.reasoning_format import ReasoningFormat, Start
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.names import Names
 from millrace_router.text.template_messages import Message, text_of
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.parsing.call_format import CallFormat
@@ -31,8 +32,6 @@ class Chat:
     choice: ToolChoice = AUTO
     tool_prompt: str | None = None
     """TGI's: what follows the last message if there are tools; none does if the template lists them itself."""
-    joins_turns: bool = False
-    """Whether turns of one role in a row become one where the template refuses them."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     template_variables: Mapping[str, Any] | None = None
@@ -78,6 +77,8 @@ class PreparedChat:
     """How thoughts are split from the text; None if they are not."""
     start: Start
     tokenizer: Tokenizer
+    names: Names
+    """The ids of the answer."""
 
     @property
     def is_plain(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Generic, TypeVar
@@ -30,6 +30,8 @@ _FINISH_REASONS = {
     FinishReason.STOP_SEQUENCE: STOP,
 }
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+THOUGHT = "thought"
+"""The part of an answer that names the calls in a thought."""
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON numbers cannot express."""
 Logprobs = TypeVar("Logprobs")
@@ -138,6 +140,17 @@ class TrimmedText:
         """The stop string that the text was cut before, if there was one."""
         return self._trimmer.stop
 
+    def _has_logprobs(self, event: TokenEvent, *, names_ids: bool) -> bool:
+        """Return whether the log probabilities have the token: one that ends the answer only if it is part of the text.
+
+        Where tokens have their ids, as in vLLM, all have log probabilities.
+        """
+        finished, options = event.finished, self._output_options
+        if finished is None or names_ids or self.has_token_ids:
+            return True
+        is_end = finished.finish_reason is FinishReason.EOS_TOKEN and event.token.special
+        return not (is_end and not options.special_tokens) and not options.hides_end(event)
+
     def _trim(self, event: TokenEvent, text: str) -> tuple[str, str | None]:
         """Take the text of the next token; return what may be shown, and the finish reason of the last token."""
         text = self._trimmer.push(text)
@@ -161,6 +174,7 @@ class ChoiceText(TrimmedText):
         *,
         logprobs: TokenLogprobs | None = None,
         parser: AnswerParser | None = None,
+        thought_parser: AnswerParser | None = None,
         markers: Sequence[str] = (),
         keeps_stops: bool = False,
         splitter: Splitter | None = None,
@@ -169,38 +183,55 @@ class ChoiceText(TrimmedText):
     ) -> None:
         """With `parser` the choice may have calls, and with `splitter` a thought; their text includes `markers`.
 
+        `thought_parser` finds calls in a thought that never closes.
+
         Markers are special tokens. With `keeps_stops` a stop string stays in the text, and the finish reason names it,
         as in TGI.
         """
         super().__init__([] if keeps_stops else stop_sequences, output_options)
         self._logprobs = logprobs
         self._parser = parser
+        self._thought_parser = thought_parser
         self.may_call = parser is not None
         """Whether the choice may have calls, so that text may be held back for long."""
         self._markers = tuple(markers)
         self._keeps_stops = keeps_stops
-        self._has_called = False
+        self._num_called = 0
+        self._num_whole = 0
         self._splitter = splitter
+        self._thoughts: list[str] = []
         self._shows_thought = shows_thought
         if not (logprobs is None and parser is None and splitter is None):
             self.is_verbatim = False
         self.reasoning_tokens: int | None = None if splitter is None else 0
         """Tokens of the thought so far, its tags among them; None if thoughts are not split from the text."""
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the choice has a call that has not ended; at the end, it is broken or cut."""
+        return self._num_whole < self._num_called
+
     def push(self, event: TokenEvent) -> ChatDelta:
         """Take the next token; nothing may follow a delta that has a finish reason."""
         token = event.token
         is_plain = self._is_usual and not token.special
-        text, reason = self._trim(event, token.text if is_plain else self._text_of(event))
-        logprobs = None if self._logprobs is None else self._logprobs.json(event)
-        id_ = token.id if self.has_token_ids else None
-        thought = ""
+        text, thought = token.text if is_plain else self._text_of(event), ""
         if self._splitter is not None:
-            thought, text = self._split(self._splitter, text, ended=reason is not None)
+            thought, text = self._split(self._splitter, text, ended=event.finished is not None)
+        text, reason = self._trim(event, text)
+        logprobs, source = None, self._logprobs
+        if source is not None and self._has_logprobs(event, names_ids=source.names_ids):
+            logprobs = source.json(event)
+        id_ = token.id if self.has_token_ids else None
         if self._parser is None:
             return ChoiceDelta(text, reason, event.index, logprobs, (), thought, id_)
         parsed = self._parse(self._parser, text, ended=reason is not None)
-        if reason == STOP and self._has_called:
+        if event.finished is not None and event.finished.finish_reason is FinishReason.EOS_TOKEN:
+            parsed.calls += self._calls_in_thought()
+        for call in parsed.calls:
+            self._num_called += call.id is not None
+            self._num_whole += call.is_last
+        if reason == STOP and self._num_whole and not self.is_broken:
             reason = TOOL_CALLS
         return ChoiceDelta(parsed.text, reason, event.index, logprobs, parsed.calls, thought, id_)
 
@@ -233,6 +264,8 @@ class ChoiceText(TrimmedText):
             return split
         assert self.reasoning_tokens is not None
         self.reasoning_tokens += 1
+        if self._thought_parser is not None:
+            self._thoughts.append(split.thought)
         return split if self._shows_thought else Split("", split.answer)
 
     def _parse(self, parser: AnswerParser, text: str, *, ended: bool) -> Parsed:
@@ -240,9 +273,39 @@ class ChoiceText(TrimmedText):
         if ended:
             rest = parser.finish()
             parsed = Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
-        if parsed.calls:
-            self._has_called = True
         return parsed
+
+    def _calls_in_thought(self) -> tuple[CallDelta, ...]:
+        """Return the whole calls in a thought that the model ended its answer in."""
+        parser = self._thought_parser
+        if parser is None or self._splitter is None or not self._splitter.thinks:
+            return ()
+        calls = (*parser.push("".join(self._thoughts)).calls, *parser.finish().calls)
+        whole = [call.index for call in calls if call.is_last]
+        return tuple(
+            replace(call, index=self._num_called + whole.index(call.index))
+            for call in calls
+            if call.index in whole
+        )
+
+
+def without_broken(deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
+    """Return a choice whose broken and cut calls are text again."""
+    whole = [call.index for delta in deltas for call in delta.calls if call.is_last]
+    made = []
+    for delta in deltas:
+        parts, calls = list[str](), list[CallDelta]()
+        for part in parts_of(delta):
+            if not isinstance(part, CallDelta):
+                parts += [] if isinstance(part, Thought) else [part]
+            elif part.index in whole:
+                calls.append(replace(part, index=whole.index(part.index)))
+            else:
+                parts.append(part.source)
+        made.append(replace(delta, text="".join(parts), calls=tuple(calls)))
+    if whole and made[-1].finish_reason == STOP:
+        made[-1] = replace(made[-1], finish_reason=TOOL_CALLS)
+    return made
 
 
 class Thought(str):
@@ -266,8 +329,9 @@ def parts_of(delta: ChatDelta) -> Iterator[Thought | str | CallDelta]:
     yield from calls
 
 
-def reader(prepared: PreparedChat) -> ChoiceText:
-    """Return a new reader of one choice of a chat."""
+def reader(prepared: PreparedChat, index: int = 0) -> ChoiceText:
+    """Return a new reader of the choice `index` of a chat."""
+    names = prepared.names.part(index)
     chat, reasoning, tools = prepared.chat, prepared.reasoning, prepared.tools
     markers = set(prepared.tool_format.markers) if tools else set()
     splitter = None
@@ -277,7 +341,10 @@ def reader(prepared: PreparedChat) -> ChoiceText:
     return ChoiceText(
         prepared.request.stop,
         logprobs=_logprobs(prepared),
-        parser=prepared.tool_format.parser(tools, chat.choice) if tools else None,
+        parser=prepared.tool_format.parser(tools, chat.choice, names) if tools else None,
+        thought_parser=prepared.tool_format.parser(tools, chat.choice, names.part(THOUGHT))
+        if tools and splitter is not None
+        else None,
         markers=sorted(markers),
         keeps_stops=chat.keeps_stops,
         splitter=splitter,
@@ -315,13 +382,15 @@ class ReadChoice:
 
 async def read_choice(generation: Generation, chat: PreparedChat) -> ReadChoice:
     """Read one choice, until a delta has a finish reason; raises RouterError."""
-    text, deltas = reader(chat), list[ChatDelta]()
+    text, deltas = reader(chat, generation.sample), list[ChatDelta]()
 
     def take(token: TokenEvent) -> bool:
         deltas.append(text.push(token))
         return deltas[-1].finish_reason is not None
 
     await read_tokens(generation, take)
+    if text.is_broken:
+        deltas = without_broken(deltas)
     last = deltas[-1]
     assert last.finish_reason is not None
     return ReadChoice(

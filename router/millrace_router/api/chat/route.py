@@ -22,7 +22,7 @@ from millrace_router.errors import (
     ToolError,
     ValidationError,
 )
-from millrace_router.server.bodies import ERROR_TYPE, error_response, read_json
+from millrace_router.server.bodies import ERROR_TYPE, asks_for_stream, error_response
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import DONE, STREAM_HEADERS, event
@@ -97,9 +97,17 @@ def _field_of(error: RouterError) -> str | None:
     return None if named is None else named[1]
 
 
+MAX_NAME_CHARS = 256
+
+
 def model_name(services: Services, requested_name: str | None) -> str:
-    """Return the model name for the answer: the name in the request, whatever it is, or else the served name."""
-    return services.config.served_names[0] if requested_name in NO_NAMES else str(requested_name)
+    """Return the model name for the answer: the name in the request, whatever it is, or else the served name.
+
+    Every chunk of a stream has it, so that a long one, which is not a name, would make an answer of any size.
+    """
+    if requested_name in NO_NAMES:
+        return services.config.served_names[0]
+    return str(requested_name)[:MAX_NAME_CHARS]
 
 
 def fingerprint(services: Services) -> str:
@@ -132,12 +140,6 @@ def stream_error(error: RouterError) -> bytes:
 async def always(_: web.Request) -> bool:
     """Return True: every request of the route requests a stream."""
     return True
-
-
-async def asks_for_stream(request: web.Request) -> bool:
-    """Return whether the body has `"stream": true`; the body has been read already."""
-    body = await read_json(request)
-    return isinstance(body, dict) and body.get("stream") is True
 
 
 def with_errors_in_stream(

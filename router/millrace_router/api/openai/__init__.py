@@ -1,5 +1,5 @@
 """OpenAI's chats, text completions and list of models.
 
 Entry points: `routes.register`, `completion_routes.register`.
-May import: api.chat, api.body, server and below.
+Imports: adapters, api.body, api.chat, engine, errors, request, server, text, tool_calls.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 from typing_extensions import TypeAliasType
@@ -38,12 +39,11 @@ from millrace_router.api.openai.render import (
 )
 from millrace_router.api.openai.request import CompletionRequest
 from millrace_router.engine.generation import Generation, Usage
-from millrace_router.errors import BatchSizeExceeded
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.token_stream import TokenEvent, read_tokens
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response
-from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.bodies import json_response, off_loop
+from millrace_router.server.headers import ANSWER, answer_headers, names_of, sse_options
 from millrace_router.server.operation import GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, Services, scheduling_of
 from millrace_router.server.sse import respond
@@ -75,21 +75,22 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/completions`."""
     services = request.app[SERVICES]
     body = await read_request(request, CompletionRequest)
-    body.check(services.limits)
-    if len(body.prompts) > services.limits.max_client_batch_size:
-        raise BatchSizeExceeded(services.limits.max_client_batch_size)
+    prompts, sampled = await off_loop(request, partial(body.translated, services.limits))
+    names = names_of(request)
     sampled = replace(
-        body.generation(services.dialect),
+        sampled,
         scheduling=scheduling_of(request, body.priority),
         adapter=body.adapter(request),
+        answer=request.get(ANSWER),
     )
-    meta = response_meta(services, "text_completion", "cmpl", body.model)
+    meta = response_meta(services, "text_completion", "cmpl", body.model, names)
     style = _style(services, body)
     with ExitStack() as cleanup:
         samples: list[Sample] = []
-        for prompt in body.prompts:
+        for place, prompt in enumerate(prompts):
             generations = await services.infer.start_samples(
-                replace(sampled, prompt=prompt), body.num_samples
+                replace(sampled, prompt=prompt, unset_seed=names.part(place).seed()),
+                body.num_samples,
             )
             for generation in generations:
                 cleanup.callback(generation.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import orjson
 
@@ -125,6 +125,11 @@ class CompletionStream(ChoiceStream):
     def lead(self, followers: Sequence[CompletionStream]) -> None:
         """Connect `followers` with the first token: their echo needs what is known of the prompt then."""
         self._followers = followers
+
+    def generations(self) -> Iterator[Generation]:
+        yield self._generation
+        for follower in self._followers:
+            yield from follower.generations()
 
     def token(self, event: TokenEvent) -> None:
         """Frame what the token adds, after the echo if it is the first."""

@@ -44,7 +44,8 @@ async def echo_of(
     """Make the text of a prompt, which is a text or token ids, off the event loop; raises TokenizerError."""
     if isinstance(prompt, str):
         pairs = await tokenizer.in_thread(
-            lambda: tokenizer.encode_with_starts(prompt, add_special_tokens=adds_special_tokens)
+            lambda: tokenizer.encode_with_starts(prompt, add_special_tokens=adds_special_tokens),
+            num_chars=len(prompt),
         )
         return Echo(prompt, [start for _, start in pairs])
     return await tokenizer.in_thread(lambda: _spelled(tokenizer, prompt))
@@ -120,6 +121,7 @@ class CompletionLogprobs:
     ) -> None:
         """With `names_ids`, the name of a token is its id, as in `token_id:5`."""
         self._tokenizer = tokenizer
+        self.names_ids = names_ids
         self._name: Callable[[int], str] = id_name if names_ids else tokenizer.token_name
         self._num_candidates = num_candidates
 
@@ -241,7 +243,10 @@ class CompletionText(TrimmedText):
         logprobs = None
         if self._style.logprobs is not None and self._offsets is not None:
             offset = self._offsets.push(event.token, text)
-            logprobs = self._style.logprobs.token(event, offset)
+            logprobs = no_logprobs()
+            shows_all = self._style.logprobs.names_ids or self._style.dialect.shows_special_tokens
+            if self._has_logprobs(event, names_ids=shows_all):
+                logprobs = self._style.logprobs.token(event, offset)
         text, reason = self._trim(event, text)
         id_ = event.token.id if self.has_token_ids else None
         return ChoiceDelta(text, reason, event.index, logprobs, (), "", id_)

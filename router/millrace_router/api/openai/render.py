@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -39,6 +37,7 @@ from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.engine.generation import Usage
 from millrace_router.request.float32 import shortest
 from millrace_router.request.limits import MILLRACE, Dialect
+from millrace_router.request.names import Names
 from millrace_router.request.token_stream import PromptLogprobs
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
@@ -70,13 +69,14 @@ class ResponseMeta:
         *,
         model: str,
         fingerprint: str,
+        names: Names,
         anonymous: bool = False,
     ) -> None:
         """With `anonymous` the id is "", as TGI's is."""
         self._json: HeadJson = {
             "object": object_name,
-            "id": "" if anonymous else f"{id_prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
+            "id": "" if anonymous else f"{id_prefix}-{names.digits('answer', 16)}",
+            "created": names.created,
             "model": model,
             "system_fingerprint": fingerprint,
         }
@@ -87,7 +87,7 @@ class ResponseMeta:
 
 
 def response_meta(
-    services: Services, object_name: str, id_prefix: str, model: str | None
+    services: Services, object_name: str, id_prefix: str, model: str | None, names: Names
 ) -> ResponseMeta:
     """Return the first keys of an answer to a request that names `model`."""
     return ResponseMeta(
@@ -95,6 +95,7 @@ def response_meta(
         id_prefix,
         model=model_name(services, model),
         fingerprint=fingerprint(services),
+        names=names,
         anonymous=services.dialect.hides_ids,
     )
 
@@ -256,10 +257,20 @@ class ChatRenderer:
             parts.append(self._thought(delta.thought))
         if delta.text:
             parts.append(self._text_delta(delta.text))
-        for call in _joined(delta.calls):
+        for call in self._pieces(delta.calls):
             called: ToolCallDeltaJson = {"tool_calls": [self._called(call)]}
             parts.append({"role": ROLE, **called} if self._dialect.repeats_role else called)
         return parts
+
+    def _pieces(self, calls: Sequence[CallDelta]) -> Iterator[CallDelta]:
+        """Yield a piece of each call; as with OpenAI, the arguments follow the piece with the name."""
+        for call in _joined(calls):
+            if call.name is None or self._dialect.repeats_role:
+                yield call
+            else:
+                yield replace(call, arguments="")
+                if call.arguments:
+                    yield replace(call, id=None, name=None)
 
     def _called(self, call: CallDelta) -> DeltaToolCallJson:
         if call.name is None:
@@ -330,9 +341,9 @@ def _function(call: CallDelta) -> FunctionJson:
     return {"name": call.name, "arguments": call.arguments}
 
 
-def chat_renderer(services: Services, body: ChatCompletionRequest) -> ChatRenderer:
+def chat_renderer(services: Services, body: ChatCompletionRequest, names: Names) -> ChatRenderer:
     """Return the renderer of the answer to `body`."""
-    meta = response_meta(services, "chat.completion", "chatcmpl", body.model)
+    meta = response_meta(services, "chat.completion", "chatcmpl", body.model, names)
     renderer = OldChatRenderer if body.is_of_old_client else ChatRenderer
     return renderer(meta, services.dialect)
 
@@ -341,7 +352,7 @@ async def chat_answer(
     run: ChatRun, body: ChatCompletionRequest
 ) -> tuple[ChatCompletionJson, Usage]:
     """Read a chat to its end, and render it in one piece; raises RouterError."""
-    renderer = chat_renderer(run.services, body)
+    renderer = chat_renderer(run.services, body, run.chat.names)
     choices = await run.read()
     usage = sum((choice.usage for choice in choices), Usage())
     first = run.generations[0]
@@ -350,6 +361,10 @@ async def chat_answer(
         usage,
         first.valid.input_ids if body.has_token_ids else None,
     )
+    if body.logprobs:
+        for choice in answer["choices"]:
+            # The token that ends the answer may be its only one.
+            choice["logprobs"] = choice["logprobs"] or {"content": []}
     if body.prompt_logprobs is not None and first.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs_json(
             first.prompt_logprobs, body.prompt_logprobs, run.services.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -13,8 +14,10 @@ from millrace_router.api.body.fields import (
     FieldScope,
     Float32,
     Items,
+    Messages,
     Prompt,
     RequestModel,
+    Tools,
     UInt32,
     prompts_of,
 )
@@ -27,6 +30,7 @@ from millrace_router.api.body.messages import (
     check_exclusive,
     choose,
     for_template,
+    foreign_in,
     without_functions,
 )
 from millrace_router.api.body.sampling import (
@@ -37,7 +41,7 @@ from millrace_router.api.body.sampling import (
     openai_generation,
 )
 from millrace_router.api.chat.chat import Chat
-from millrace_router.errors import SuffixNotSupported, ValidationError
+from millrace_router.errors import BatchSizeExceeded, SuffixNotSupported, ValidationError
 from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Dialect, Limits
@@ -229,7 +233,7 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
 
     scope = FieldScope.CHAT
 
-    messages: Items[ChatMessage] = Field(min_length=1)
+    messages: Messages[ChatMessage] = Field(min_length=1)
     """The conversation, the oldest turn first. Range: 1 turn or more, each with `role` and `content`. Default: none,
     it is required.
     """
@@ -241,7 +245,7 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
     """Likeliest tokens next to each token; needs `logprobs`. Range: 0 to 20, or to `--max-top-n-tokens` if that is
     more. Default: 0.
     """
-    tools: Items[ToolDefinition] | None = None
+    tools: Tools[ToolDefinition] | None = None
     """Functions that the model may call. Range: a list of functions. Default: none."""
     tool_choice: ToolChoiceField | None = None
     """Whether the model calls a function, and which. Range: `auto`, `none`, `required`, or a function. Default:
@@ -274,9 +278,15 @@ class ChatCompletionRequest(ReasoningFields, CommonRequest):
         """Whether one of TGI's old clients sent it; they read chunks only as `OldDeltaJson`."""
         return self.model == "tgi" and self.model_fields_set >= OLD_CLIENTS_FIELDS
 
+    def left_out(self) -> Iterator[str]:
+        for message in self.messages:
+            yield from (f"messages.{type_}" for type_ in foreign_in(message.content))
+
     def check(self, limits: Limits) -> None:
         """Check the fields that TGI ignores; raises RouterError."""
         super().check(limits)
+        if self.top_logprobs and not self.logprobs and not limits.dialect.has_tgi_errors:
+            raise ValidationError("`top_logprobs` needs `logprobs` to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValidationError(
                 "`continue_final_message` and `add_generation_prompt` are mutually exclusive"
@@ -346,16 +356,6 @@ class CompletionRequest(CommonRequest):
     best_of: int | None = None
 
     @property
-    def prompts(self) -> list[str | tuple[int, ...]]:
-        """All prompts, in the order of the choices."""
-        return prompts_of(self.prompt)
-
-    @property
-    def num_characters(self) -> int:
-        """Characters of all prompts that are texts."""
-        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
-
-    @property
     def num_samples(self) -> int:
         """Samples of each prompt; the best of them are its choices."""
         return max(self.num_choices, self.best_of or 0)
@@ -382,8 +382,28 @@ class CompletionRequest(CommonRequest):
             request = replace(request, prompt_logprobs=True, prompt_top_n_tokens=most)
         return request
 
+    def translated(self, limits: Limits) -> tuple[list[str | tuple[int, ...]], GenerationRequest]:
+        """Check, and translate into all prompts, in the order of the choices, and a request without a prompt.
+
+        Raises:
+            RouterError: a field has a value that it may not have.
+
+        """
+        self.check(limits)
+        prompts = prompts_of(self.prompt)
+        highest = max((max(ids) for ids in prompts if isinstance(ids, tuple)), default=0)
+        if highest >= limits.vocab_size:
+            raise ValidationError(
+                f"`prompt` contains token id {highest}, but the model knows only {limits.vocab_size}"
+            )
+        if self.best_of is not None:
+            self._check_best_of(self.best_of, limits)
+        if len(prompts) > limits.max_client_batch_size:
+            raise BatchSizeExceeded(limits.max_client_batch_size)
+        return prompts, self.generation(limits.dialect)
+
     def check(self, limits: Limits) -> None:
-        """Check the fields that TGI ignores or lacks; raises RouterError."""
+        """Check the fields besides the prompt; raises RouterError."""
         super().check(limits)
         if self.suffix:
             raise SuffixNotSupported
@@ -395,13 +415,6 @@ class CompletionRequest(CommonRequest):
             raise ValidationError("`echo` and `truncate_prompt_tokens` exclude each other")
         if self.only_scores and not self.echo:
             raise ValidationError("`max_tokens` must be strictly positive without `echo`")
-        highest = max((max(ids) for ids in self.prompts if isinstance(ids, tuple)), default=0)
-        if highest >= limits.vocab_size:
-            raise ValidationError(
-                f"`prompt` contains token id {highest}, but the model knows only {limits.vocab_size}"
-            )
-        if self.best_of is not None:
-            self._check_best_of(self.best_of, limits)
 
     def _check_best_of(self, best_of: int, limits: Limits) -> None:
         if best_of < self.num_choices:

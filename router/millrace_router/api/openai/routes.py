@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from http import HTTPStatus
 from pathlib import PurePath
 
@@ -25,11 +26,11 @@ from millrace_router.api.openai.request import ChatCompletionRequest
 from millrace_router.api.openai.stream import chat_streams
 from millrace_router.errors import UnknownModel
 from millrace_router.request.adapter import AdapterSource
-from millrace_router.server.bodies import json_response
+from millrace_router.server.bodies import json_response, off_loop
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, Services
-from millrace_router.server.sse import respond
+from millrace_router.server.sse import respond, send_large
 
 CHAT_OPERATIONS = (
     Operation(
@@ -97,8 +98,8 @@ async def models(request: web.Request) -> web.StreamResponse:
 async def model(request: web.Request) -> web.StreamResponse:
     """`GET /v1/models/{model}`: the one that is served, or an adapter of it, by its name."""
     name = request.match_info["model"]
-    served = [one for one in _models(request.app[SERVICES]) if one["id"] == name]
-    model_json = served[0] if served else adapter_json(request, name)
+    known = [*_models(request.app[SERVICES]), *adapters_json(request)]
+    model_json = next((one for one in known if one["id"] == name), None)
     if model_json is None:
         raise UnknownModel(name)
     return json_response(model_json)
@@ -114,20 +115,24 @@ def _models(services: Services) -> list[ModelJson]:
 async def chat_tokenize(request: web.Request) -> web.StreamResponse:
     """`POST /chat_tokenize`: the prompt that a chat becomes, and its tokens."""
     services = request.app[SERVICES]
-    body = await read_request(request, ChatCompletionRequest)
-    with services.infer.permit():
-        chat = await prepare_chat(services, body.chat(services.limits))
-        prompt = chat.request.text
-        adds = chat.request.adds_special_tokens
+    body = await read_request(request, ChatCompletionRequest, generates=False)
+    async with services.infer.turn_aside():
+        chat = await off_loop(request, partial(body.chat, services.limits))
+        prepared = (await prepare_chat(services, chat)).request
+        prompt, adds = prepared.text, prepared.adds_special_tokens
         tokens = await services.validator.tokenize(prompt, adds_special_tokens=adds)
-    return json_response({"tokenize_response": orjson.Fragment(tokens), "templated_text": prompt})
+    text = orjson.dumps(prompt)
+    return await send_large(
+        request, b'{"tokenize_response":', tokens, b',"templated_text":', text, b"}"
+    )
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     services = request.app[SERVICES]
     body = await read_request(request, ChatCompletionRequest)
-    chat, adapter = body.chat(services.limits), body.adapter(request)
+    chat = await off_loop(request, partial(body.chat, services.limits))
+    adapter = body.adapter(request)
     async with start_chat(request, chat, body.priority, adapter) as run:
         headers = body.lorax_headers(services, adapter)
         if body.stream:
@@ -153,11 +158,6 @@ def adapters_json(request: web.Request) -> list[ModelJson]:
         *(_registered(services, one) for one in resolver.registry),
         *(_model(services, name, root=name) for name in opened),
     ]
-
-
-def adapter_json(request: web.Request, name: str) -> ModelJson | None:
-    """Describe one adapter that the client may use; None if it is not one."""
-    return next((one for one in adapters_json(request) if one["id"] == name), None)
 
 
 def _registered(services: Services, registration: Registration) -> ModelJson:

@@ -83,7 +83,7 @@ class ChatStream(ChoiceStream):
 
 
 def chat_streams(run: ChatRun, body: ChatCompletionRequest) -> list[ChatStream]:
-    renderer = chat_renderer(run.services, body)
+    renderer = chat_renderer(run.services, body, run.chat.names)
     choices = OpenChoices(
         len(run.generations),
         renderer.usage_chunk if body.includes_usage else None,
@@ -94,7 +94,7 @@ def chat_streams(run: ChatRun, body: ChatCompletionRequest) -> list[ChatStream]:
         ChatStream(
             index,
             generation,
-            reader(run.chat),
+            reader(run.chat, index),
             renderer,
             choices,
             is_plain=run.chat.is_plain,

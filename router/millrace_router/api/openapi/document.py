@@ -5,21 +5,27 @@ Limits that depend on flags, and limits that only some routes check, are in no s
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 from functools import cache
 from http import HTTPStatus
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
 from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 from typing_extensions import TypeAliasType, TypeForm
 
 from millrace_router.api.admin import routes as adapter_routes
 from millrace_router.api.anthropic import routes as anthropic_routes
 from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
 from millrace_router.api.body.adapters import MAX_TOKEN_LENGTH
+from millrace_router.api.body.fields import RequestModel, names_of
 from millrace_router.api.body.messages import MessageBody
 from millrace_router.api.chat.route import OpenAIErrorResponseJson, StreamErrorJson
 from millrace_router.api.openai import completion_routes
@@ -32,6 +38,7 @@ from millrace_router.api.tgi import estimate, probes, tokenizer
 from millrace_router.api.tgi import routes as tgi_routes
 from millrace_router.api.tgi.info import ErrorResponseJson
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
+from millrace_router.request.names import FORM, STREAM_HEADER
 from millrace_router.request.scheduling import (
     API_KEY_HEADER,
     FAIRNESS_HEADER,
@@ -96,6 +103,11 @@ HEADERS: dict[str, dict[str, object]] = {
     MAX_QUEUE_HEADER: {
         "description": "Milliseconds that the request may wait in the queue before it is answered 429",
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_QUEUE_MS},
+    },
+    STREAM_HEADER: {
+        "description": "Name of the answer's stream: ids, times and seeds follow from it. The answer has it, and one "
+        "is made where it is absent",
+        "schema": {"type": "string", "pattern": f"^{FORM.pattern}$"},
     },
     ADAPTER_TOKEN_HEADER: {
         "description": "The client's own token for the hub, for adapters that are not public",
@@ -183,10 +195,38 @@ def openapi(*, admin: bool = True) -> dict[str, Any]:
 
 
 class _Schema(GenerateJsonSchema):
-    """Leaves out the titles that pydantic makes of names."""
+    """Leaves out the titles that pydantic makes of names, and describes fields by their docstrings."""
 
     def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002
         return False
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        generated, model = super().model_schema(schema), schema["cls"]
+        attributes = names_of(model) if issubclass(model, RequestModel) else {}
+        for name, field in generated.get("properties", {}).items():
+            text = _docstring(model, attributes.get(name, name))
+            if text is not None:
+                field.setdefault("description", text)
+        return generated
+
+
+def _docstring(model: type, attribute: str) -> str | None:
+    """Return the docstring of a field, of the class that defines it."""
+    owner = next(base for base in model.__mro__ if attribute in inspect.get_annotations(base))
+    return _docstrings(owner.__module__).get((owner.__name__, attribute))
+
+
+@cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """Return the docstrings of all attributes in a module, by the names of class and attribute."""
+    docstrings = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.ClassDef):
+            for pair in pairwise(node.body):
+                match pair:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        docstrings[node.name, name] = text
+    return docstrings
 
 
 class _Schemas:

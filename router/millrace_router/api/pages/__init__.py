@@ -1,5 +1,5 @@
 """The chat page at `/`, figures of the server at `/status`, and the page of the API at `/docs`.
 
 Entry point: `routes.register`.
-May import: api.tgi, server and below.
+Imports: api.tgi, errors, server, telemetry.
 """

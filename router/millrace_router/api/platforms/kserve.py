@@ -27,7 +27,7 @@ from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest,
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError
 from millrace_router.server.bodies import json_response
-from millrace_router.server.operation import PREDICTING, SCHEDULING, Operation
+from millrace_router.server.operation import NAMED, PREDICTING, Operation
 from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 from millrace_router.version import VERSION
 
@@ -175,7 +175,7 @@ def _infer(path: str, id_: str) -> Operation:
         body=KserveRequest,
         answer=KserveResponseJson,
         failures=PREDICTING,
-        headers=SCHEDULING,
+        headers=NAMED,
     )
 
 
@@ -273,7 +273,8 @@ async def infer(request: web.Request) -> web.StreamResponse:
         # The headers of a body without prompts are checked only here.
         scheduling_of(request, body.parameters.priority)
     prompts = [text for tensor in texts for text in tensor]
-    answers = iter(await gather([_answer(request, text, body.parameters) for text in prompts]))
+    works = [_answer(request, one, body.parameters, place) for place, one in enumerate(prompts)]
+    answers = iter(await gather(works))
     outputs = [
         tensor.answered(name, [next(answers) for _ in tensor_texts])
         for tensor, name, tensor_texts in zip(body.inputs, body.output_names(), texts, strict=True)
@@ -290,12 +291,14 @@ def _texts(body: KserveRequest, services: Services) -> list[list[str]]:
     return texts
 
 
-async def _answer(request: web.Request, text: str, parameters: GenerateParameters) -> str:
+async def _answer(
+    request: web.Request, text: str, parameters: GenerateParameters, place: int
+) -> str:
     services = request.app[SERVICES]
     try:
         with counting_refusals(services.metrics):
             answer, _ = await generated(
-                request, GenerateRequest(inputs=text, parameters=parameters)
+                request, GenerateRequest(inputs=text, parameters=parameters), place
             )
     except RouterError as error:
         if services.dialect.hides_platform_errors:

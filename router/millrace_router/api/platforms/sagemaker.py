@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel
 from typing_extensions import TypeAliasType
 
+from millrace_router.api.body.reading import admitted
 from millrace_router.api.chat.route import openai_route
 from millrace_router.api.openai.completion_routes import completions
 from millrace_router.api.openai.protocol import (
@@ -23,7 +25,7 @@ from millrace_router.api.tgi.answers import GenerateResponse, StreamResponse
 from millrace_router.api.tgi.request import CompatGenerateRequest
 from millrace_router.api.tgi.routes import compat
 from millrace_router.errors import BodyShapeError
-from millrace_router.server.bodies import read_json, to_model
+from millrace_router.server.bodies import off_loop, read_json, to_model
 from millrace_router.server.operation import GENERATING, IDEMPOTENT, Operation
 
 SagemakerRequest = TypeAliasType(
@@ -81,7 +83,10 @@ def register(app: web.Application) -> None:
 
 async def invocations(request: web.Request) -> web.StreamResponse:
     """`POST /invocations`: the body of `POST /`, of a chat or of a completion, answered as on its own route."""
-    return await _kind_of(await read_json(request)).handler(request)
+    async with admitted(request):
+        body = await read_json(request, again=True)
+        kind = await off_loop(request, partial(_kind_of, body))
+    return await kind.handler(request)
 
 
 def _kind_of(body: object) -> _Kind:

@@ -27,8 +27,8 @@ from millrace_router.api.tgi.probes import health
 from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest, sampling_parameters
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
-from millrace_router.server.bodies import json_response
-from millrace_router.server.operation import PREDICTING, SCHEDULING, Operation
+from millrace_router.server.bodies import json_response, off_loop
+from millrace_router.server.operation import NAMED, PREDICTING, Operation
 from millrace_router.server.services import SERVICES, Services, count_refusal, counting_refusals
 
 PATH = "/vertex"
@@ -66,6 +66,8 @@ VertexInstance = Annotated[
 class VertexRequest(RequestModel):
     """Body of `/vertex`."""
 
+    scope = FieldScope.VERTEX
+
     instances: Annotated[list[VertexInstance], Field(fail_fast=True)]
 
 
@@ -84,7 +86,7 @@ OPERATIONS = (
         body=VertexRequest,
         answer=VertexResponse,
         failures=PREDICTING,
-        headers=SCHEDULING,
+        headers=NAMED,
     ),
 )
 
@@ -106,8 +108,8 @@ async def vertex(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, VertexRequest)
     with counting_refusals(services.metrics):
         _check(body, services)
-    predict = partial(_predict, request)
-    answer: VertexResponse = {"predictions": await gather([*map(predict, body.instances)])}
+    works = [_predict(request, one, place) for place, one in enumerate(body.instances)]
+    answer: VertexResponse = {"predictions": await gather(works)}
     return json_response(answer)
 
 
@@ -127,13 +129,13 @@ def _check(body: VertexRequest, services: Services) -> None:
     check_count(len(body.instances), services.limits)
 
 
-async def _predict(request: web.Request, instance: VertexInstance) -> str:
+async def _predict(request: web.Request, instance: VertexInstance, place: int) -> str:
     """Answer one instance; raises RouterError."""
     services = request.app[SERVICES]
     try:
         if isinstance(instance, ChatCompletionRequest):
-            return await _chat(request, instance)
-        return await _text(request, instance)
+            return await _chat(request, instance, place)
+        return await _text(request, instance, place)
     except RouterError as error:
         # TGI reports what is wrong with a chat before its generation starts.
         is_shown = isinstance(instance, ChatCompletionRequest) and not error.is_counted
@@ -143,26 +145,27 @@ async def _predict(request: web.Request, instance: VertexInstance) -> str:
         raise
 
 
-async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
+async def _text(request: web.Request, instance: GenerateVertexInstance, place: int) -> str:
     parameters = instance.parameters
     if request.app[SERVICES].dialect.limits_vertex_parameters:
         parameters = GenerateParameters(
             do_sample=True, max_new_tokens=parameters.max_new_tokens, seed=parameters.seed
         )
     answer, _ = await generated(
-        request, GenerateRequest(inputs=instance.inputs, parameters=parameters)
+        request, GenerateRequest(inputs=instance.inputs, parameters=parameters), place
     )
     return answer["generated_text"]
 
 
-async def _chat(request: web.Request, body: ChatCompletionRequest) -> str:
+async def _chat(request: web.Request, body: ChatCompletionRequest, place: int) -> str:
     """Return the assistant's text; a message with tool calls becomes JSON, because the calls are not text."""
     services = request.app[SERVICES]
     # An instance has one prediction, whatever its `n`.
-    chat, adapter = replace(body.chat(services.limits), num_choices=1), body.adapter(request)
-    async with start_chat(request, chat, body.priority, adapter) as run:
+    chat = await off_loop(request, partial(body.chat, services.limits))
+    chat, adapter = replace(chat, num_choices=1), body.adapter(request)
+    async with start_chat(request, chat, body.priority, adapter, place) as run:
         (choice,) = await run.read()
-    message = chat_renderer(services, body).choice(0, choice.deltas)["message"]
+    message = chat_renderer(services, body, run.chat.names).choice(0, choice.deltas)["message"]
     if any(delta.calls for delta in choice.deltas):
         return orjson.dumps(message).decode()
     return message["content"] or ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,7 +39,7 @@ from millrace_router.api.pooling.run import (
 from millrace_router.request.request import Task
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response
-from millrace_router.server.headers import answer_headers
+from millrace_router.server.headers import answer_headers, names_of
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.operation import GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, scheduling_of
@@ -171,6 +169,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, RerankRequest)
     check_task(Task.SCORE, services.limits)
     texts = body.all_texts
+    names = names_of(request)
     pooled = await _scored(request, body, [(body.query, text) for text in texts])
     headers = answer_headers(services, pooled.generations, pooled.usage)
     raw = pooled.results
@@ -178,7 +177,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     if body.texts is not None:
         return json_response(_ranks(body, raw, order), headers=headers)
     answer: RerankJson = {
-        "id": f"rerank-{uuid.uuid4().hex}",
+        "id": f"rerank-{names.digits('answer', 16)}",
         "model": model_name(services, body.model),
         "results": _results(body, texts, raw, order[: body.top_n]),
         "usage": usage_json(pooled.usage),
@@ -214,12 +213,12 @@ async def score(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_request(request, ScoreRequest)
     check_task(Task.SCORE, services.limits)
-    pairs = body.pairs
+    pairs, names = body.pairs, names_of(request)
     pooled = await _scored(request, body, pairs)
     answer: ScoreJson = {
-        "id": f"score-{uuid.uuid4().hex}",
+        "id": f"score-{names.digits('answer', 16)}",
         "object": "list",
-        "created": int(time.time()),
+        "created": names.created,
         "model": model_name(services, body.model),
         "data": [
             {"index": index, "object": "score", "score": sigmoid(raw)}

@@ -1,5 +1,5 @@
 """OpenAI's responses, turned into a chat and back.
 
 Entry point: `routes.register`.
-May import: api.chat, api.body, server and below.
+Imports: access, api.body, api.chat, engine, errors, request, server, text, tool_calls, validation.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from millrace_router.api.responses.items import (
     GrowingCustomCall,
     GrowingMessage,
     GrowingThought,
-    new_id,
+    named_id,
 )
 from millrace_router.api.responses.protocol import (
     ResponseErrorJson,
@@ -36,6 +35,7 @@ from millrace_router.api.responses.tools import LeftOutTool
 from millrace_router.engine.generation import Generation, Usage
 from millrace_router.errors import Overloaded, RouterError
 from millrace_router.request.float32 import shortest
+from millrace_router.request.names import Names
 from millrace_router.server.sse import named_event
 from millrace_router.tool_calls.tool import CallDelta
 from millrace_router.validation.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -52,16 +52,18 @@ class ResponseHead:
         body: ResponsesRequest,
         *,
         model: str,
+        names: Names,
         defaults: SamplingDefaults = NO_DEFAULTS,
         is_stored: bool = False,
     ) -> None:
         """`model` is the name to answer with, and `defaults` are the model's."""
         self.called_as = {tool.name: tool.called_as for tool in body.offered}
         """How tools are named in the answer, by the names that the model knows."""
+        self.names = names
         self._json: ResponseJson = {
-            "id": new_id("resp"),
+            "id": named_id(names, "resp"),
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": names.created,
             "status": "in_progress",
             "completed_at": None,
             "background": False,
@@ -105,7 +107,7 @@ class ResponseHead:
         return {
             **self._json,
             "status": "incomplete" if incomplete else "completed",
-            "completed_at": None if incomplete else int(time.time()),
+            "completed_at": None if incomplete else self.names.end(),
             "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
             "output": output,
             "usage": usage_json(usage),
@@ -223,7 +225,7 @@ class ResponseEvents:
         self._logprobs.clear()
         if not isinstance(self._open, GrowingThought):
             yield from self._close("completed")
-            self._open = GrowingThought()
+            self._open = GrowingThought(self._new_id("rs"))
             yield self._of_item("response.output_item.added", self._open.json("in_progress", ()))
             yield self._of_thought("response.reasoning_summary_part.added", part=self._open.part())
         self._open.texts.append(thought)
@@ -243,8 +245,10 @@ class ResponseEvents:
         if delta.id is not None:
             yield from self._close("completed")
             called_as = self._head.called_as[delta.name or ""]
-            item_class = GrowingCustomCall if called_as.is_custom else GrowingCall
-            self._open = item_class(delta.id, called_as)
+            if called_as.is_custom:
+                self._open = GrowingCustomCall(delta.id, called_as, self._new_id("ctc"))
+            else:
+                self._open = GrowingCall(delta.id, called_as, self._new_id("fc"))
             yield self._of_item("response.output_item.added", self._item("in_progress"))
         if isinstance(self._open, GrowingCustomCall):
             if text := self._open.push(delta.arguments):
@@ -253,17 +257,23 @@ class ResponseEvents:
             assert isinstance(self._open, GrowingCall)
             self._open.arguments.append(delta.arguments)
             yield self._in_item("response.function_call_arguments.delta", delta=delta.arguments)
+        assert isinstance(self._open, GrowingCall | GrowingCustomCall)
+        self._open.is_whole |= delta.is_last
 
     def _open_message(self) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
-        message = self._open = GrowingMessage()
+        message = self._open = GrowingMessage(self._new_id("msg"))
         yield self._of_item("response.output_item.added", message.json("in_progress", ()))
         yield self._of_text("response.content_part.added", part=message.part())
 
     def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[ResponseEvent]:
-        """End the open item, if there is one."""
+        """End the open item, if there is one; a call that is not whole is never completed."""
         if self._open is None:
             return
+        is_broken = False
+        if isinstance(self._open, GrowingCall | GrowingCustomCall):
+            is_broken = not self._open.is_whole
+            status = "incomplete" if is_broken else "completed"
         item = self._item(status)
         if item["type"] == "reasoning":
             (thought,) = item["summary"]
@@ -274,6 +284,8 @@ class ResponseEvents:
             text, logprobs = part["text"], part["logprobs"]
             yield self._of_text("response.output_text.done", text=text, logprobs=logprobs)
             yield self._of_text("response.content_part.done", part=part)
+        elif is_broken:
+            pass
         elif item["type"] == "custom_tool_call":
             yield self._in_item("response.custom_tool_call_input.done", input=item["input"])
         else:
@@ -292,6 +304,9 @@ class ResponseEvents:
         if isinstance(self._open, GrowingThought):
             return self._open.json(status, (self._open.part(),))
         return self._open.json(status, (self._open.part(),))
+
+    def _new_id(self, prefix: Literal["msg", "fc", "ctc", "rs"]) -> str:
+        return named_id(self._head.names, prefix, len(self._output))
 
     def _of_item(self, type_: str, item: ResponseItemJson) -> ResponseEvent:
         return self._event(type_, output_index=len(self._output), item=item)

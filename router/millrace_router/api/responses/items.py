@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,21 +17,25 @@ from millrace_router.api.responses.protocol import (
     ResponseSummaryTextJson,
 )
 from millrace_router.api.responses.tools import CalledAs
+from millrace_router.request.names import Names
 from millrace_router.tool_calls.text_tool import TextReader
 
 NUM_ID_BYTES = 24
 """As many as in OpenAI's ids."""
 
 
-def new_id(prefix: Literal["resp", "item", "msg", "fc", "ctc", "rs"]) -> str:
-    return f"{prefix}_{secrets.token_hex(NUM_ID_BYTES)}"
+def named_id(
+    names: Names, prefix: Literal["resp", "item", "msg", "fc", "ctc", "rs"], number: int = 0
+) -> str:
+    """Return the id of a response, or of its item or input item with this number."""
+    return f"{prefix}_{names.digits(prefix, NUM_ID_BYTES, number)}"
 
 
 @dataclass(slots=True)
 class GrowingMessage:
     """The assistant's text."""
 
-    id: str = field(default_factory=lambda: new_id("msg"))
+    id: str
     texts: list[str] = field(default_factory=list)
     logprobs: list[ChatCompletionLogprobJson] = field(default_factory=list)
 
@@ -62,7 +65,7 @@ class GrowingMessage:
 class GrowingThought:
     """The assistant's thought, which stands whole in the place of its summary."""
 
-    id: str = field(default_factory=lambda: new_id("rs"))
+    id: str
     texts: list[str] = field(default_factory=list)
 
     def part(self) -> ResponseSummaryTextJson:
@@ -82,8 +85,10 @@ class GrowingCall:
 
     call_id: str
     called_as: CalledAs
-    id: str = field(default_factory=lambda: new_id("fc"))
+    id: str
     arguments: list[str] = field(default_factory=list)
+    is_whole: bool = False
+    """Whether all arguments were read."""
 
     def json(self, status: ItemStatus) -> ResponseFunctionCallJson:
         """Render the call so far."""
@@ -106,9 +111,10 @@ class GrowingCustomCall:
 
     call_id: str
     called_as: CalledAs
-    id: str = field(default_factory=lambda: new_id("ctc"))
+    id: str
     reader: TextReader = field(default_factory=TextReader)
     texts: list[str] = field(default_factory=list)
+    is_whole: bool = False
 
     def push(self, arguments: str) -> str:
         """Read more arguments; return what they add to the input."""

@@ -9,15 +9,24 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from millrace_router.api.body.fields import FieldScope, Items, RequestModel, UInt32
+from millrace_router.api.body.fields import (
+    FieldScope,
+    Items,
+    Messages,
+    NullIs,
+    RequestModel,
+    Tools,
+    UInt32,
+)
 from millrace_router.api.body.grammars import (
+    FormOfText,
     JsonGrammar,
     LarkGrammar,
     RegexGrammar,
     TextFormat,
     raw_schema,
 )
-from millrace_router.api.body.messages import ContentPart
+from millrace_router.api.body.messages import ContentPart, foreign_in
 from millrace_router.api.body.sampling import SamplingFields
 from millrace_router.api.responses.tools import (
     LeftOutTool,
@@ -46,7 +55,8 @@ class MessageItem(RequestModel):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Items[ContentPart]
+    content: Annotated[str | Items[ContentPart], NullIs(str)]
+    """Null is an empty turn."""
 
 
 class FunctionCallItem(RequestModel):
@@ -57,8 +67,8 @@ class FunctionCallItem(RequestModel):
     name: str
     namespace: str | None = None
     """Of tools that have one."""
-    arguments: str
-    """The text of a JSON object."""
+    arguments: str | dict[str, Any] | None = None
+    """The text of a JSON object; clients may keep the object itself, or null in place of no arguments."""
 
 
 class CustomToolCallItem(RequestModel):
@@ -68,7 +78,7 @@ class CustomToolCallItem(RequestModel):
     call_id: str
     name: str
     namespace: str | None = None
-    input: str
+    input: Annotated[str, NullIs(str)]
     """Any text."""
 
 
@@ -77,7 +87,8 @@ class CallOutputItem(RequestModel):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | Items[ContentPart]
+    output: Annotated[str | Items[ContentPart], NullIs(str)]
+    """Null is an empty result."""
 
 
 class ClientCallItem(RequestModel):
@@ -123,7 +134,7 @@ class McpCallItem(RequestModel):
     type: Literal["mcp_call"]
     id: str
     name: str
-    arguments: str
+    arguments: Annotated[str, NullIs(str)]
     output: str | None = None
     error: Any = None
 
@@ -138,7 +149,7 @@ class ReasoningPart(RequestModel):
     """A part of a thought, or of its summary."""
 
     type: str
-    text: str
+    text: Annotated[str, NullIs(str)]
 
 
 class ReasoningItem(RequestModel):
@@ -161,7 +172,7 @@ class AdditionalToolsItem(RequestModel):
 
     type: Literal["additional_tools"]
     role: str | None = None
-    tools: Items[ResponsesTool]
+    tools: Tools[ResponsesTool]
 
 
 class ItemReference(RequestModel):
@@ -179,7 +190,10 @@ class LeftOutItem(RequestModel):
 
 
 class ForeignItem(RequestModel):
-    """An item that is unknown, or that the answer would depend on and that cannot be read; refused."""
+    """An item that is unknown, or that the answer would depend on and that cannot be read.
+
+    At the end it is refused; before that a note stands for it, since it would end the conversation.
+    """
 
     is_open: ClassVar[bool] = True
     type: str
@@ -253,7 +267,7 @@ class ResponsesAllowedTools(RequestModel):
     """Those that are left out may not be called in any case."""
 
 
-class SchemaTextFormat(RequestModel):
+class SchemaTextFormat(FormOfText):
     """JSON as a schema describes it; the generated text is valid with and without `strict`."""
 
     type: Literal["json_schema"]
@@ -267,7 +281,7 @@ class SchemaTextFormat(RequestModel):
         return raw_schema(self.schema_)
 
 
-class ResponsesText(RequestModel):
+class ResponsesText(FormOfText):
     """The form of the text."""
 
     format: SchemaTextFormat | TextFormat | JsonGrammar | RegexGrammar | LarkGrammar | None = Field(
@@ -298,7 +312,7 @@ class ResponsesRequest(SamplingFields):
     model: str | None = None
     """The model by one of its names, or a LoRA adapter. Range: any name. Default: the served model."""
     input: Annotated[
-        Items[InputItem],
+        Messages[InputItem],
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ]
     """Items; a text is one message of the user."""
@@ -314,7 +328,7 @@ class ResponsesRequest(SamplingFields):
     reasoning: ResponsesReasoning | None = None
     thinking_token_budget: UInt32 | None = None
     """Not in OpenAI's: tokens after which the thought is closed."""
-    tools: Items[ResponsesTool] | None = None
+    tools: Tools[ResponsesTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | ResponsesNamedTool | ResponsesAllowedTools | None
     ) = None
@@ -365,19 +379,22 @@ class ResponsesRequest(SamplingFields):
             raise ValidationError(
                 "`background` is not supported: read the answer, or a stream of its events"
             )
-        for item in self.input:
-            if isinstance(item, ForeignItem):
-                raise ValidationError(
-                    f"`input` has an item of type `{item.type[:40]}`, which is not supported"
-                )
+        last = self.input[-1] if self.input else None
+        if isinstance(last, ForeignItem):
+            raise ValidationError(
+                f"`input` ends with an item of type `{last.type[:40]}`, which is not supported"
+            )
 
     def left_out(self) -> Iterator[str]:
-        """Yield names of the parts that the prompt does not have."""
         yield from left_out(self.all_tools)
         if self.text is not None and self.text.verbosity not in {None, "medium"}:
             yield "text.verbosity"
         for item in self.input:
-            if isinstance(item, LeftOutItem):
+            if isinstance(item, LeftOutItem | ForeignItem):
                 yield f"input.{item.type}"
+            elif isinstance(item, CallOutputItem):
+                yield from (f"input.output.{type_}" for type_ in foreign_in(item.output))
+            elif isinstance(item, MessageItem):
+                yield from (f"input.{type_}" for type_ in foreign_in(item.content))
             elif isinstance(item, ReasoningItem) and item.encrypted_content and not item.text:
                 yield "input.reasoning"

@@ -12,7 +12,7 @@ from aiohttp import web
 from millrace_router.api.body.adapters import adapter_of_model
 from millrace_router.api.chat.choice import reader
 from millrace_router.api.chat.route import model_name, openai_errors
-from millrace_router.api.chat.start import prepare_chat, start_chat
+from millrace_router.api.chat.start import count_chat, start_chat
 from millrace_router.api.responses.events import (
     ResponseEvents,
     ResponseHead,
@@ -37,7 +37,7 @@ from millrace_router.api.responses.store import (
 )
 from millrace_router.api.responses.to_chat import chat_of
 from millrace_router.errors import NotStored, ValidationError
-from millrace_router.server.bodies import json_response
+from millrace_router.server.bodies import json_response, off_loop
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
@@ -122,11 +122,10 @@ def register(app: web.Application) -> None:
 
 async def input_tokens(request: web.Request) -> web.StreamResponse:
     """`POST /v1/responses/input_tokens`: count the tokens of the prompt that a response would have."""
-    services = request.app[SERVICES]
     stored = await read_stored(request)
-    with services.infer.permit():
-        chat = await prepare_chat(services, chat_of(stored.body, services.dialect))
-        count = await services.validator.count(chat.request)
+    services = request.app[SERVICES]
+    chat = await off_loop(request, partial(chat_of, stored.body, services.dialect))
+    count = await count_chat(services, chat)
     answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
     return json_response(answer)
 
@@ -136,11 +135,13 @@ async def responses(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     stored = await read_stored(request)
     body = stored.body
-    chat, adapter = chat_of(body, services.dialect), adapter_of_model(request, body.model)
+    chat = await off_loop(request, partial(chat_of, body, services.dialect))
+    adapter = adapter_of_model(request, body.model)
     async with start_chat(request, chat, body.priority, adapter) as run:
         head = ResponseHead(
             body,
             model=model_name(services, body.model),
+            names=run.chat.names,
             defaults=services.validator.defaults,
             is_stored=stored.is_stored,
         )

@@ -13,12 +13,13 @@ import orjson
 from aiohttp import web
 
 from millrace_router.access.keys import KEY_NAME
-from millrace_router.api.body.reading import request_of
-from millrace_router.api.responses.items import new_id
+from millrace_router.api.body.reading import admitted, request_of
+from millrace_router.api.responses.items import named_id
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.errors import BodySizeError, StoreNeeded, quoted
+from millrace_router.request.names import Names
 from millrace_router.server.bodies import check_structure, read_json
-from millrace_router.server.headers import note_ignored
+from millrace_router.server.headers import ANSWER, EXPANDED, names_of
 from millrace_router.server.services import SERVICES, counting_refusals
 
 Json = dict[str, Any]
@@ -90,6 +91,9 @@ class ResponseStore:
         if stored.num_bytes > self._max_bytes:
             return
         id_: str = response["id"]
+        if id_ in self._by_id:
+            # Its client has sent the request again under the same name.
+            self._forget(id_)
         self._by_id[id_] = stored
         self.num_bytes += stored.num_bytes
         for item in stored.conversation:
@@ -155,6 +159,7 @@ class StoredRequest:
     """The whole input as JSON, what was stored before it among it."""
     tenant: str
     store: ResponseStore
+    names: Names
 
     @property
     def is_stored(self) -> bool:
@@ -164,13 +169,14 @@ class StoredRequest:
     def keep(self, response: Json) -> None:
         """Store the finished response, if it is to be."""
         if self.is_stored:
-            self.store.add(self.tenant, response, map(_named, self.items))
+            named = [_named(item, self.names, place) for place, item in enumerate(self.items)]
+            self.store.add(self.tenant, response, named)
 
 
-def _named(item: Json) -> Json:
+def _named(item: Json, names: Names, place: int) -> Json:
     """Return the item with an id; no model has checked the ids that clients send."""
     id_ = item.get("id")
-    return item if isinstance(id_, str) and id_ else {**item, "id": new_id("item")}
+    return item if isinstance(id_, str) and id_ else {**item, "id": named_id(names, "item", place)}
 
 
 def tenant_of(request: web.Request) -> str:
@@ -180,7 +186,7 @@ def tenant_of(request: web.Request) -> str:
 
 
 async def read_stored(request: web.Request) -> StoredRequest:
-    """Read the body, and name in the answer what is left out of the prompt.
+    """Read the body, with the stored conversation that it refers to.
 
     Raises:
         BodyError: as `read_json`, or the conversation is longer than a body may be.
@@ -188,13 +194,20 @@ async def read_stored(request: web.Request) -> StoredRequest:
         ValidationError: as `request_of`.
 
     """
-    parsed = await read_json(request)
     store, tenant = request.app[STORE], tenant_of(request)
-    with counting_refusals(request.app[SERVICES].metrics):
-        parsed = _with_stored(store, tenant, parsed, limit=request.client_max_size)
-    body = request_of(request, parsed, ResponsesRequest)
-    note_ignored(request, body.left_out())
-    return StoredRequest(body=body, items=_items_of(parsed), tenant=tenant, store=store)
+    async with admitted(request):
+        parsed = await read_json(request)
+        if EXPANDED in request and isinstance(parsed, dict):
+            parsed["input"] = orjson.loads(request[EXPANDED])
+        else:
+            with counting_refusals(request.app[SERVICES].metrics):
+                whole = _with_stored(store, tenant, parsed, limit=request.client_max_size)
+            if ANSWER in request and whole != parsed:
+                request[ANSWER].recorder.expand(orjson.dumps(whole["input"]))
+            parsed = whole
+        body = await request_of(request, parsed, ResponsesRequest)
+    items, names = _items_of(parsed), names_of(request)
+    return StoredRequest(body=body, items=items, tenant=tenant, store=store, names=names)
 
 
 def _with_stored(store: ResponseStore, tenant: str, parsed: Any, *, limit: int) -> Any:  # noqa: ANN401

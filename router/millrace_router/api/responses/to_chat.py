@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from millrace_router.api.body.messages import (
@@ -10,6 +10,7 @@ from millrace_router.api.body.messages import (
     check_exclusive,
     choose_by_word,
     choose_named,
+    note_of,
     only,
     template_content,
 )
@@ -20,6 +21,7 @@ from millrace_router.api.responses.request import (
     ClientCallItem,
     ClientCallOutputItem,
     CustomToolCallItem,
+    ForeignItem,
     FunctionCallItem,
     InputItem,
     ItemReference,
@@ -60,8 +62,6 @@ def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
         messages=messages,
         tools=tools,
         choice=choice,
-        # OpenAI's agents send several, and many templates take only one.
-        joins_turns=True,
         # The answer is a new turn, even after a turn of the assistant.
         continue_final_message=False,
         template_variables=body.chat_template_kwargs,
@@ -94,27 +94,35 @@ def _messages(body: ResponsesRequest, dialect: Dialect) -> list[Message]:
     return messages
 
 
-def _turns(items: Iterable[InputItem], dialect: Dialect) -> list[Message]:
+def _turns(items: Sequence[InputItem], dialect: Dialect) -> list[Message]:
     """Return the turns of a chat; calls after the assistant's text, or after one another, belong to one turn."""
     turns: list[Message] = []
-    for item in items:
+    for index, item in enumerate(items):
         match item:
             case MessageItem():
-                content = template_content(item.content, dialect)
-                turn = _assistant_turn(turns) if _is_thought(turns, item.role) else _new(turns)
-                turn.update(role=item.role, content=content)
-            case ReasoningItem():
-                if item.text:
-                    turns.append({"role": "assistant", "content": None, THOUGHT: item.text})
+                content = template_content(
+                    item.content,
+                    dialect,
+                    is_kept=item is not items[-1],
+                    part=f"input.{index}.content",
+                )
+                _turn_of(turns, item.role).update(role=item.role, content=content)
+            case ReasoningItem() if item.text:
+                turns.append({"role": "assistant", "content": None, THOUGHT: item.text})
             case FunctionCallItem() | CustomToolCallItem() | ClientCallItem():
                 _add_call(turns, item)
             case McpCallItem():
                 _assistant_calls(turns).append(called(item.id, item.name, item.arguments))
                 turns.append(_result(item.id, item.text))
             case CallOutputItem():
-                turns.append(_result(item.call_id, template_content(item.output, dialect)))
+                output = template_content(
+                    item.output, dialect, is_kept=True, part=f"input.{index}.output"
+                )
+                turns.append(_result(item.call_id, output))
             case ClientCallOutputItem():
                 turns.append(_result(item.call_id or item.id or "", item.text))
+            case ForeignItem():
+                turns.append({"role": "user", "content": note_of(item.type)})
             case ItemReference():
                 raise StoreNeeded(
                     f"`input` has a reference to the item {quoted(item.id)}, which is not stored here: "
@@ -127,6 +135,7 @@ def _add_call(
     turns: list[Message], item: FunctionCallItem | CustomToolCallItem | ClientCallItem
 ) -> None:
     """Add a call to the assistant's turn."""
+    arguments: object
     if isinstance(item, ClientCallItem):
         name, arguments = item.name, item.arguments
     elif isinstance(item, FunctionCallItem):
@@ -140,15 +149,11 @@ def _result(call_id: str, content: object) -> Message:
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
-def _is_thought(turns: list[Message], role: str) -> bool:
-    """Return whether the last turn is so far only a thought, to which the next message of `role` belongs."""
-    if role != "assistant" or not turns or THOUGHT not in turns[-1]:
-        return False
-    return turns[-1]["content"] is None and "tool_calls" not in turns[-1]
-
-
-def _new(turns: list[Message]) -> Message:
-    turns.append({})
+def _turn_of(turns: list[Message], role: str) -> Message:
+    """Return the turn of a message: the last one if that is so far only a thought of the assistant, or a new one."""
+    last = turns[-1] if turns and role == "assistant" else {}
+    if THOUGHT not in last or last["content"] is not None or "tool_calls" in last:
+        turns.append({})
     return turns[-1]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AliasChoices, Discriminator, Field, Tag
 
 from millrace_router.api.body.fields import Items, RequestModel
 from millrace_router.api.body.messages import new_tool
@@ -30,7 +30,9 @@ class FunctionTool(RequestModel):
     type: Literal["function"] | None = "function"
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = Field(
+        validation_alias=AliasChoices("parameters", "input_schema", "inputSchema"), default=None
+    )
     strict: bool | None = None
     """Whether the arguments of every call match `parameters`; unlike OpenAI's, absent means false."""
 
@@ -120,7 +122,7 @@ class NamespaceTool(RequestModel):
             | Annotated[LeftOutTool, Tag("left_out")],
             Discriminator(_type_of),
         ]
-    ]
+    ] = Field(default_factory=list)
 
     def repeated(self) -> ResponseNamespaceJson:
         """Render as the answer repeats it."""

@@ -1,5 +1,5 @@
 """TGI's own routes: generate, tokenize, info, probes, metrics.
 
 Entry points: `routes.register`, `probes.register`.
-May import: api.openai, api.chat, api.body, server and below.
+Imports: api.body, api.chat, api.openai, engine, errors, prediction, request, server, telemetry, text, version.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from http import HTTPStatus
+from functools import partial
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -11,14 +11,14 @@ from typing_extensions import TypedDict
 from millrace_router.api.body.reading import request_of
 from millrace_router.api.chat.start import prepare_chat
 from millrace_router.api.openai.request import ChatCompletionRequest, CompletionRequest
-from millrace_router.api.tgi.lorax import adapter_of
+from millrace_router.api.tgi.lorax import adapter_of, rendered
 from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.prediction.forecast import Appraisal, Prediction
 from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.request.generation_request import GenerationRequest
-from millrace_router.server.bodies import json_response, read_json
-from millrace_router.server.operation import NAMING, READING, SCHEDULING, Operation
+from millrace_router.server.bodies import json_response, off_loop, read_json, receive_json
+from millrace_router.server.operation import ADMITTING, NAMING, SCHEDULING, Operation
 from millrace_router.server.services import SERVICES, scheduling_of
 
 KEYS = ("inputs", "messages", "prompt")
@@ -42,6 +42,8 @@ class EstimateJson(TypedDict):
     """Why it does not fit."""
     cached_tokens: int
     """Tokens of the prompt in the prefix cache now; 0 for a request that does not fit."""
+    image_tiles: int
+    """Tiles of its images that have to be encoded, or 256 features of images of any size; 0 if it does not fit."""
     predicted: PredictedJson | None
     """None if nothing can be predicted, and for a request that does not fit."""
     waiting: int
@@ -57,6 +59,7 @@ def estimate_json(appraisal: Appraisal) -> EstimateJson:
         "fits": fits,
         "reason": appraisal.refusal,
         "cached_tokens": estimate.num_cached if fits else 0,
+        "image_tiles": estimate.num_tiles if fits else 0,
         "predicted": None if prediction is None else _predicted(prediction),
         "waiting": estimate.num_waiting,
         "running": estimate.num_running,
@@ -79,7 +82,7 @@ OPERATIONS = (
         summary="What would become of a request, without running it",
         body=GenerateRequest | ChatCompletionRequest | CompletionRequest,
         answer=EstimateJson,
-        failures=(*READING, *NAMING, HTTPStatus.SERVICE_UNAVAILABLE),
+        failures=(*ADMITTING, *NAMING),
         headers=(*SCHEDULING, ADAPTER_TOKEN_HEADER),
     ),
 )
@@ -93,9 +96,13 @@ def register(app: web.Application) -> None:
 async def estimate(request: web.Request) -> web.StreamResponse:
     """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
     services = request.app[SERVICES]
-    generation_request, priority = await _read(request, await read_json(request))
-    generation_request = replace(generation_request, scheduling=scheduling_of(request, priority))
-    appraisal = await services.infer.estimate(generation_request)
+    await receive_json(request)
+    async with services.infer.turn_aside(takes_permit=False):
+        generation_request, priority = await _read(request, await read_json(request))
+        scheduling = scheduling_of(request, priority)
+        appraisal = await services.infer.estimate(
+            replace(generation_request, scheduling=scheduling)
+        )
     return json_response(estimate_json(appraisal))
 
 
@@ -104,24 +111,29 @@ async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, 
     services = request.app[SERVICES]
     keys = [key for key in KEYS if isinstance(body, dict) and key in body]
     if keys == ["inputs"]:
-        native = request_of(request, body, GenerateRequest)
+        native = await request_of(request, body, GenerateRequest)
         adapter = adapter_of(request, native.parameters)
-        return replace(native.generation(), adapter=adapter), native.parameters.priority
+        generation = await off_loop(request, native.generation)
+        generation = await rendered(request, generation, native.parameters)
+        return replace(generation, adapter=adapter), native.parameters.priority
     if keys == ["messages"]:
-        conversation = request_of(request, body, ChatCompletionRequest)
-        chat, adapter = conversation.chat(services.limits), conversation.adapter(request)
+        conversation = await request_of(request, body, ChatCompletionRequest)
+        chat = await off_loop(request, partial(conversation.chat, services.limits))
+        adapter = conversation.adapter(request)
         prepared = await prepare_chat(services, chat, adapter=adapter)
         return prepared.request, conversation.priority
     if keys == ["prompt"]:
-        completion = request_of(request, body, CompletionRequest)
-        completion.check(services.limits)
-        if len(completion.prompts) > 1:
+        completion = await request_of(request, body, CompletionRequest)
+        prompts, generation = await off_loop(
+            request, partial(completion.translated, services.limits)
+        )
+        if len(prompts) > 1:
             raise ValidationError(
-                f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
+                f"`prompt` must be one prompt to be estimated. Given: {len(prompts)}"
             )
-        (prompt,) = completion.prompts
+        (prompt,) = prompts
         generation_request = replace(
-            completion.generation(services.dialect),
+            generation,
             prompt=prompt,
             adapter=completion.adapter(request),
         )

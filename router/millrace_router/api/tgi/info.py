@@ -73,6 +73,19 @@ class CostsJson(TypedDict, total=False):
     turn_seconds: float
 
 
+class WindowGroupJson(TypedDict):
+    """Layers with one attention window."""
+
+    num_blocks: int
+    window: int
+    """Positions that a query sees, its own included."""
+    reach: int
+    """Positions before a query's own that its attention may read, those that it masks included."""
+    num_layers: int
+    bytes_per_token: int
+    """Bytes of a position on one shard."""
+
+
 class SchedulerJson(TypedDict):
     """Settings of the scheduler: with the costs, the input of a simulation."""
 
@@ -96,6 +109,20 @@ class SchedulerJson(TypedDict):
     """The mean of late loads of adapters."""
     block_size: int
     num_blocks: int
+    window_groups: list[WindowGroupJson]
+    """Layers with an attention window, which give their blocks back behind it."""
+
+
+class ImagesJson(TypedDict):
+    """What images may be in a request."""
+
+    max_bytes: int
+    max_pixels: int
+    max_per_request: int
+    tokens_per_tile: int
+    """At most, where an image is one tile of any size."""
+    max_tiles: int
+    """The most tiles of one image."""
 
 
 class InfoJson(LimitsJson, SchedulerJson, CostsJson):
@@ -106,8 +133,14 @@ class InfoJson(LimitsJson, SchedulerJson, CostsJson):
     hidden_size: int
     """Numbers of an embedding."""
     attention: str
+    operators: list[str]
+    """Operators of libraries that the CUDA kernels take; see `--disable-operators`."""
     kv_cache_dtype: str
     """Type of keys and values in the KV cache."""
+    quantize_activations: str | None
+    """The activations that quantised weights are multiplied with, `exact` or `int8`; null for plain weights."""
+    int8_activation_gain: float | None
+    """How many times as fast `int8` was when `--quantize-activations auto` chose; null where nothing was measured."""
     deterministic: bool
     speculate: int
     grammars: bool
@@ -115,6 +148,10 @@ class InfoJson(LimitsJson, SchedulerJson, CostsJson):
     max_loras: int
     """The most adapters in the shards at a time; 0 without adapters."""
     max_lora_rank: int
+    chat_template_tools: bool
+    """Whether the chat template has a place for tools; otherwise their list is added to the conversation."""
+    images: ImagesJson | None
+    """Limits of images; null for a model that reads only text."""
     sampling_defaults: dict[str, float]
     """The defaults of sampling parameters in the model's generation_config.json."""
     resume_grace: float
@@ -137,13 +174,18 @@ def info_json(services: Services, *, costs: bool = False) -> InfoJson:
         "hidden_size": shard.hidden_size,
         **measured,
         "attention": shard.attention,
+        "operators": list(shard.operators),
         "kv_cache_dtype": shard.kv_cache_dtype,
+        "quantize_activations": shard.quantize_activations,
+        "int8_activation_gain": shard.int8_gain,
         "deterministic": shard.deterministic,
         "speculate": shard.max_draft_tokens,
         "grammars": services.limits.grammars,
         "adapters": services.adapters is not None,
         "max_loras": 0 if services.adapters is None else services.config.max_adapters,
         "max_lora_rank": services.config.max_lora_rank,
+        "chat_template_tools": services.template.lists_tools,
+        "images": _images(services),
         "sampling_defaults": services.validator.defaults.given(),
         "resume_grace": services.config.resume_grace,
         "num_shard": shard.world_size,
@@ -183,6 +225,19 @@ def _limits(services: Services) -> LimitsJson:
     }
 
 
+def _images(services: Services) -> ImagesJson | None:
+    config, store = services.config, services.images.store
+    if store is None:
+        return None
+    return {
+        "max_bytes": int(config.max_image_bytes),
+        "max_pixels": config.max_image_pixels,
+        "max_per_request": store.max_images,
+        "tokens_per_tile": store.most_rows_per_tile,
+        "max_tiles": store.max_tiles,
+    }
+
+
 def _pipeline_tag(tasks: frozenset[Task]) -> str:
     """The hub's name of the first task."""
     if Task.GENERATE in tasks:
@@ -213,6 +268,16 @@ def _scheduler(services: Services) -> SchedulerJson:
         else loading.mean_load_seconds,
         "block_size": services.shard.block_size,
         "num_blocks": services.capacity.num_blocks,
+        "window_groups": [
+            {
+                "num_blocks": group.num_blocks,
+                "window": group.window,
+                "reach": group.reach,
+                "num_layers": group.num_layers,
+                "bytes_per_token": group.bytes_per_token,
+            }
+            for group in services.capacity.window_groups
+        ],
     }
 
 

@@ -20,7 +20,7 @@ from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.float32 import shortest
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.token_stream import TokenEvent
-from millrace_router.server.headers import milliseconds
+from millrace_router.server.headers import milliseconds, names_of
 from millrace_router.server.services import SERVICES
 
 
@@ -46,13 +46,27 @@ def headers_of(request: web.Request, parameters: GenerateParameters) -> dict[str
 async def rendered(
     request: web.Request, generation_request: GenerationRequest, parameters: GenerateParameters
 ) -> GenerationRequest:
-    """Return the request, with its text as the only turn of a chat if the client wants that; raises RouterError."""
-    if not parameters.apply_chat_template:
+    """Return the request with the images of its text, and with the text as a chat's only turn if the client wants that.
+
+    Raises RouterError.
+    """
+    services, text = request.app[SERVICES], generation_request.text
+    images = services.images
+    content, sources = images.parts_of(text)
+    prepared = await images.prepare(sources) if sources else ()
+    if parameters.apply_chat_template:
+        turn = {"role": "user", "content": content if prepared else text}
+        now = names_of(request).created
+        prompt = await services.template.render_async([turn], add_generation_prompt=True, now=now)
+        prompt = images.expanded(prompt, prepared)
+        return replace(
+            generation_request, prompt=prompt, images=prepared, adds_special_tokens=False
+        )
+    if not prepared:
         return generation_request
-    template = request.app[SERVICES].template
-    turn = {"role": "user", "content": generation_request.text}
-    prompt = await template.render_async([turn], add_generation_prompt=True)
-    return replace(generation_request, prompt=prompt, adds_special_tokens=False)
+    prompt = images.joined(content, prepared)
+    adds = generation_request.adds_special_tokens and images.adds_special_tokens
+    return replace(generation_request, prompt=prompt, images=prepared, adds_special_tokens=adds)
 
 
 def times_of(collected: Collected, parameters: GenerateParameters) -> dict[str, str]:

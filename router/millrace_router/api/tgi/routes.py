@@ -11,7 +11,7 @@ from aiohttp import web
 from typing_extensions import TypeAliasType
 
 from millrace_router.api.body.reading import read_request, request_of
-from millrace_router.api.chat.route import asks_for_stream, with_errors_in_stream
+from millrace_router.api.chat.route import with_errors_in_stream
 from millrace_router.api.tgi.answers import (
     BestOfDetailsJson,
     BestOfSequenceJson,
@@ -45,17 +45,29 @@ from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import Task
 from millrace_router.request.token_stream import Finished, TokenEvent
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response, read_json
-from millrace_router.server.headers import answer_headers, note_ignored, sse_options
+from millrace_router.server.bodies import (
+    asks_for_stream,
+    json_response,
+    off_loop,
+    read_json,
+    receive_json,
+)
+from millrace_router.server.headers import (
+    ANSWER,
+    answer_headers,
+    names_of,
+    note_ignored,
+    sse_options,
+)
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.operation import ADMITTING, GENERATING, IDEMPOTENT, Operation
 from millrace_router.server.services import SERVICES, Services, scheduling_of
-from millrace_router.server.sse import error_event, respond
+from millrace_router.server.sse import error_event, respond, send_large
 from millrace_router.server.sse import event as framed
 from millrace_router.server.stream_writer import GenerationStream
 from millrace_router.text.tokenizer import TokenSpan
 
-IMAGE = re.compile(r"!\[[^\]\n]{0,256}\]\((?:https?://|data:)", re.IGNORECASE)
+IMAGE = re.compile(r"!\[[^\[\]\n]{0,256}\]\((?:https?://|data:)", re.IGNORECASE)
 """The beginning of a Markdown image, which TGI gives to models that see: here its address is text of the prompt."""
 
 TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])
@@ -144,22 +156,23 @@ compat = with_errors_in_stream(idempotent(compat_generate), error_event, when=as
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """`POST /tokenize`, in TGI's form or in vLLM's."""
-    parsed = await read_json(request)
-    if names_prompt(parsed):
-        return await tokenize_prompt(request, parsed)
-    body = request_of(request, parsed, GenerateRequest)
     services = request.app[SERVICES]
-    with services.infer.permit():
+    await receive_json(request)
+    async with services.infer.turn_aside():
+        parsed = await read_json(request)
+        if names_prompt(parsed):
+            return await tokenize_prompt(request, parsed)
+        body = await request_of(request, parsed, GenerateRequest)
         tokens = await services.validator.tokenize(body.inputs)
-    return web.Response(body=tokens, content_type="application/json")
+    return await send_large(request, tokens)
 
 
 async def generated(
-    request: web.Request, body: GenerateRequest
+    request: web.Request, body: GenerateRequest, place: int = 0
 ) -> tuple[GenerateResponse, Collected]:
-    """Generate to the end, as `/generate` does; raises RouterError."""
+    """Generate to the end, as `/generate` does, for the text at `place` of the request's; raises RouterError."""
     services = request.app[SERVICES]
-    collected = await services.infer.generate(await _request_of(request, body))
+    collected = await services.infer.generate(await _request_of(request, body, place))
     watch(request, collected)
     answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -167,15 +180,26 @@ async def generated(
     return answer, collected
 
 
-async def _request_of(request: web.Request, body: GenerateRequest) -> GenerationRequest:
+async def _request_of(
+    request: web.Request, body: GenerateRequest, place: int = 0
+) -> GenerationRequest:
     """Return the request that a body and its headers make; raises RouterError."""
     parameters = body.parameters
-    if IMAGE.search(body.inputs):
+    images = request.app[SERVICES].images
+    if images.is_empty and IMAGE.search(body.inputs):
         note_ignored(request, ("inputs.image",))
     scheduling = scheduling_of(request, parameters.priority)
     adapter = adapter_of(request, parameters)
-    generation = await rendered(request, body.generation(), parameters)
-    return replace(generation, scheduling=scheduling, adapter=adapter)
+    generation = await off_loop(request, body.generation)
+    generation = await rendered(request, generation, parameters)
+    names = names_of(request).part(place)
+    return replace(
+        generation,
+        scheduling=scheduling,
+        adapter=adapter,
+        unset_seed=names.seed(),
+        answer=request.get(ANSWER),
+    )
 
 
 def _full_text(body: GenerateRequest, collected: Collected) -> str:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
+import orjson
 from aiohttp import web
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from millrace_router.api.body.fields import RequestModel, UInt32
 from millrace_router.errors import ValidationError
-from millrace_router.server.bodies import json_response, read_model, to_model
+from millrace_router.server.bodies import (
+    json_response,
+    off_loop,
+    read_model,
+    receive_json,
+    to_model,
+)
 from millrace_router.server.operation import ADMITTING, Operation
 from millrace_router.server.services import SERVICES
+from millrace_router.server.sse import send_large
 from millrace_router.text.tokenizer import TokenizerError
 
 
@@ -99,12 +108,15 @@ async def tokenizer_info(request: web.Request) -> web.StreamResponse:
 async def detokenize(request: web.Request) -> web.StreamResponse:
     """`POST /detokenize`: the text of token ids."""
     services = request.app[SERVICES]
-    ids = (await read_model(request, DetokenizeRequest)).tokens
     tokenizer = services.tokenizer
-    with services.infer.permit():
-        text = await tokenizer.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    await receive_json(request)
+    async with services.infer.turn_aside():
+        ids = (await read_model(request, DetokenizeRequest)).tokens
+        text = await tokenizer.in_thread(
+            lambda: tokenizer.decode(ids, skip_special_tokens=False), num_chars=4 * len(ids)
+        )
     answer: DetokenizeJson = {"prompt": text}
-    return json_response(answer)
+    return await send_large(request, orjson.dumps(answer))
 
 
 def names_prompt(body: object) -> bool:
@@ -113,20 +125,19 @@ def names_prompt(body: object) -> bool:
 
 
 async def tokenize_prompt(request: web.Request, body: object) -> web.StreamResponse:
-    """`POST /tokenize` with a `prompt`: only token ids; raises RouterError."""
+    """`POST /tokenize` with a `prompt`, while it has a turn: only token ids; raises RouterError."""
     services = request.app[SERVICES]
-    prompt_request = to_model(body, TokenizePromptRequest)
-    with services.infer.permit():
-        try:
-            ids = await services.tokenizer.encode_async(
-                prompt_request.prompt,
-                add_special_tokens=prompt_request.add_special_tokens is not False,
-            )
-        except TokenizerError as error:
-            raise ValidationError(f"tokenizer error {error}") from error
+    prompt_request = await off_loop(request, partial(to_model, body, TokenizePromptRequest))
+    try:
+        ids = await services.tokenizer.encode_async(
+            prompt_request.prompt,
+            add_special_tokens=prompt_request.add_special_tokens is not False,
+        )
+    except TokenizerError as error:
+        raise ValidationError(f"tokenizer error {error}") from error
     answer: TokenizePromptJson = {
         "count": len(ids),
         "max_model_len": services.limits.max_total_tokens,
         "tokens": list(ids),
     }
-    return json_response(answer)
+    return await send_large(request, orjson.dumps(answer))

@@ -1,5 +1,5 @@
 """Replays a journal on other shards and compares the answers.
 
 Entry point: `command.replay`.
-May import: journal, shards, and protobuf.
+Imports: config, journal, millrace_proto, request, shards.
 """

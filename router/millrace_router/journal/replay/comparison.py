@@ -60,15 +60,21 @@ class Comparison:
         """Number of equal tokens."""
         self.largest_gap = 0.0
         """Largest difference of the log probabilities of equal tokens."""
+        self.left_out: set[int] = set()
+        """Slots of the sequences that are not compared."""
 
-    def admit(self, sequence: pb.Sequence) -> None:
+    def admit(self, sequence: pb.Sequence, *, is_compared: bool = True) -> None:
         """Begin a sequence in its slot."""
         self._rows[sequence.slot] = _Row(sequence.request_id, len(sequence.input_ids))
+        if is_compared:
+            self.left_out.discard(sequence.slot)
+        else:
+            self.left_out.add(sequence.slot)
 
     def answered(self, recorded: pb.StepResponse, replayed: pb.StepResponse) -> Difference | None:
         """The first difference between two answers to the same step, or None."""
         step = recorded.number
-        failed, now = set(recorded.failed_slots), set(replayed.failed_slots)
+        failed, now = (set(answer.failed_slots) - self.left_out for answer in (recorded, replayed))
         if failed != now:
             return Difference(
                 step=step,
@@ -91,7 +97,12 @@ class Comparison:
         for slot, tokens in _tokens_by_slot(replayed):
             self._rows[slot].replayed.extend(tokens)
         for slot in dict.fromkeys((*recorded.slots, *replayed.slots)):
-            difference = self._compare_row(step, slot, self._rows[slot])
+            row = self._rows[slot]
+            if slot in self.left_out:
+                row.recorded.clear()
+                row.replayed.clear()
+                continue
+            difference = self._compare_row(step, slot, row)
             if difference is not None:
                 return difference
         return None
@@ -144,6 +155,8 @@ class Comparison:
         """Compare the log probabilities of prompts."""
         was, now = _prompts_by_slot(recorded), _prompts_by_slot(replayed)
         for slot in dict.fromkeys((*was, *now)):
+            if slot in self.left_out:
+                continue
             before, after = was.get(slot, ()), now.get(slot, ())
             gaps = list(map(_gap, before, after))
             if len(before) == len(after) and not any(gaps):
@@ -165,6 +178,8 @@ class Comparison:
     ) -> Difference | None:
         was, now = _prompt_candidates_by_slot(recorded), _prompt_candidates_by_slot(replayed)
         for slot in dict.fromkeys((*was, *now)):
+            if slot in self.left_out:
+                continue
             before, after = was.get(slot, []), now.get(slot, [])
             pairs = zip_longest(before, after, fillvalue=(-1, inf))
             differing = (pair for pair in pairs if _differ(*pair))
@@ -187,7 +202,7 @@ class Comparison:
         for slot, position in zip(
             recorded.computed_slots, recorded.computed_positions, strict=True
         ):
-            if now.get(slot) != position:
+            if slot not in self.left_out and now.get(slot) != position:
                 return Difference(
                     step=step,
                     what="positions filled",

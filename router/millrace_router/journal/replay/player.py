@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import takewhile
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.frames import JournalUnusable
 from millrace_router.journal.header import Header
-from millrace_router.journal.reader import AdapterChanged, Answered, Epoch, Event, Failed, Sent
+from millrace_router.journal.reader import (
+    AdapterChanged,
+    Answered,
+    Epoch,
+    Event,
+    Failed,
+    ImagePut,
+    Sent,
+)
 from millrace_router.journal.replay.comparison import Comparison, Difference
-from millrace_router.shards.errors import ShardError, ShardHung
+from millrace_router.request.images import PreparedImage
+from millrace_router.shards.errors import ShardError
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import ShardInfo
 
@@ -21,14 +31,17 @@ REQUIRED_EQUAL = ("model_type", "vocab_size", "block_size")
 REPORTED = (
     "dtype",
     "kv_cache_dtype",
+    "quantize_activations",
     "device_type",
     "attention",
+    "operators",
     "world_size",
     "deterministic",
     "max_draft_tokens",
 )
 """Properties that may explain other answers."""
 
+GREY = b"\x80"
 _MASK = (1 << 64) - 1
 
 
@@ -49,6 +62,8 @@ class Outcome:
     difference: Difference | None = None
     failure: Failed | None = None
     """The recorded failure of the epoch."""
+    num_left_out: int = 0
+    """Requests with images, which are not compared."""
     unanswered: tuple[int, ...] = ()
     """Recorded steps without an answer, which are not sent."""
 
@@ -62,9 +77,14 @@ class Player:
         self._step_seconds = step_seconds
         self._info: ShardInfo | None = None
         self._room: tuple[dict[str, int], int] | None = None
+        self._last: Outcome | None = None
+        self._computed: set[int] = set()
+        """Blocks that the shards hold as recorded, since epochs that follow each other were replayed."""
 
     async def play(self, epoch: Epoch) -> Outcome:
         """Replay an epoch up to its end or the first difference.
+
+        If it began with KV of an earlier epoch that was not replayed right before, that KV is computed first.
 
         Raises:
             JournalUnusable: the shards do not match the record.
@@ -76,9 +96,15 @@ class Player:
         run = _Run(
             self._shards,
             epoch,
+            info,
             is_exact=_is_exact(epoch.header, info),
             step_seconds=self._step_seconds,
         )
+        last, self._last = self._last, run.outcome
+        is_right = last is not None and last.difference is None and epoch.header.keeps_tokens
+        if last is None or not is_right or last.epoch.index + 1 != epoch.index:
+            self._computed.clear()
+        run.computed = self._computed
         try:
             await run.play()
         except ShardError as error:
@@ -114,13 +140,16 @@ class Player:
                 **header.warmup,
                 num_blocks=header.capacity.num_blocks,
                 adapter_pages=header.capacity.adapter_pages or None,
+                state_pages=header.capacity.state_pages or None,
+                feature_rows=header.capacity.feature_rows or None,
+                window_blocks=[each.num_blocks for each in header.capacity.window_groups],
             )
             if capacity.num_blocks != header.capacity.num_blocks:
                 raise JournalUnusable(
                     f"recorded with {header.capacity.num_blocks} blocks, but these shards have "
                     f"{capacity.num_blocks}"
                 )
-            self._room = room
+            self._room, self._last = room, None
         return info
 
 
@@ -128,9 +157,16 @@ class _Run:
     """The replay of one epoch."""
 
     def __init__(
-        self, shards: StepChannel, epoch: Epoch, *, is_exact: bool, step_seconds: float
+        self,
+        shards: StepChannel,
+        epoch: Epoch,
+        info: ShardInfo,
+        *,
+        is_exact: bool,
+        step_seconds: float,
     ) -> None:
         header = epoch.header
+        self._vision = info.vision
         self.outcome = Outcome(epoch=epoch, is_compared=header.keeps_tokens)
         self.step = 0
         """The last step of the record whose answer was read."""
@@ -141,12 +177,20 @@ class _Run:
         self._number = 0
         self._flights: deque[Sequence[pb.Sequence]] = deque()
         """Sequences admitted by each recorded step that is sent and not compared."""
+        self._early: deque[pb.StepResponse] = deque()
+        """Answers to the first of them that were read before their turn."""
+        self._seeing: set[int] = set()
+        """Slots of sequences with images."""
+        self.computed: set[int] = set()
+        """Blocks with the recorded KV."""
 
     async def play(self) -> None:
         outcome = self.outcome
         for event in settled(outcome.epoch.events):
             if isinstance(event, AdapterChanged):
                 await self._change_adapter(event)
+            elif isinstance(event, ImagePut):
+                await self._put_image(event)
             elif isinstance(event, Failed):
                 outcome.failure = event
             elif isinstance(event, Unanswered):
@@ -166,6 +210,31 @@ class _Run:
         else:
             await shards.load_adapter(event.slot, event.digest, timeout=timeout)
 
+    async def _put_image(self, event: ImagePut) -> None:
+        """Put a grey image where the recorded one was, whose pixels no journal has."""
+        vision = self._vision
+        if vision is None:
+            raise JournalUnusable("recorded with images, but these shards read only text")
+        height, width = event.height or vision.tile_height, event.width or vision.tile_width
+        image = PreparedImage(
+            digest=sha256(f"{event.slot} {event.time_ns}".encode()).digest(),
+            rows=event.num_tiles - 1,
+            columns=1,
+            num_tiles=event.num_tiles,
+            height=height,
+            width=width,
+            rows_per_tile=vision.rows_of_tile(height, width),
+            pixels=GREY * (event.num_tiles * 3 * height * width),
+        )
+        await self._shards.put_image(event.slot, event.first_row, image, timeout=self._step_seconds)
+
+    def _has_images(self, sequence: pb.Sequence) -> bool:
+        """Return whether images are in a sequence; those that were cached are not named, but have placeholders."""
+        if sequence.images:
+            return True
+        vision = self._vision
+        return vision is not None and vision.image_token_id in sequence.input_ids
+
     async def _send(self, recorded: pb.StepRequest) -> None:
         if recorded.HasField("open"):
             return
@@ -173,18 +242,62 @@ class _Run:
         message.CopyFrom(recorded)
         if not self._header.keeps_tokens:
             fill_in(message, self._header.shard.vocab_size)
-        self._flights.append((*message.prefill.change.admitted, *message.decode.change.admitted))
+        admitted = (*recorded.prefill.change.admitted, *recorded.decode.change.admitted)
+        if admitted:
+            await self._compute_kept(message)
+        self.computed.update(recorded.prefill.change.grown_blocks)
+        self.computed.update(recorded.decode.change.grown_blocks)
+        self._flights.append(admitted)
+        for sequence in admitted:
+            self._seeing.discard(sequence.slot)
+            if self._has_images(sequence):
+                self._seeing.add(sequence.slot)
+        if self._seeing:
+            self._take_drafts(message.decode)
+        await self._write(message)
+
+    def _take_drafts(self, step: pb.Decode) -> None:
+        """Let sequences with images fill a position a step: with more right drafts than recorded they lack blocks."""
+        for index, slot in enumerate(step.decode_slots[: len(step.decode_tokens)]):
+            if slot in self._seeing:
+                step.decode_tokens[index] = 1
+                if step.draft_tokens:
+                    step.draft_tokens[index] = 0
+
+    async def _write(self, message: pb.StepRequest) -> None:
         self._number += 1
         message.epoch, message.number = self._shards.epoch, self._number
         await self._shards.write(message)
+
+    async def _compute_kept(self, message: pb.StepRequest) -> None:
+        """Let the sequences of `message` join before it and compute their cached tokens whose blocks are not there."""
+        size = self._header.shard.block_size
+        change = (message.prefill if message.HasField("prefill") else message.decode).change
+        for sequence in list(change.admitted):
+            blocks = blocks_of(change, sequence.slot)
+            known = takewhile(
+                self.computed.__contains__, blocks[: -(-sequence.cached_tokens // size)]
+            )
+            num_known = min(sum(size for _ in known), sequence.cached_tokens)
+            if num_known == sequence.cached_tokens:
+                continue
+            while len(self._early) < len(self._flights):
+                self._early.append(await self._read())
+            most = self._header.warmup.get("max_batch_prefill_tokens", size)
+            for fill in fills(change, sequence, num_known, most=most):
+                await self._write(fill)
+                await self._read()
+            self.computed.update(blocks)
 
     async def _compare(self, recorded: pb.StepResponse) -> None:
         if not recorded.number:
             return
         self.step = recorded.number
-        answer = await self._read()
+        answer = self._early.popleft() if self._early else await self._read()
         for sequence in self._flights.popleft():
-            self._comparison.admit(sequence)
+            has_images = self._has_images(sequence)
+            self._comparison.admit(sequence, is_compared=not has_images)
+            self.outcome.num_left_out += has_images
         outcome = self.outcome
         outcome.num_steps += 1
         outcome.num_tokens += sum(recorded.counts)
@@ -194,11 +307,10 @@ class _Run:
             outcome.difference = self._comparison.answered(recorded, answer)
 
     async def _read(self) -> pb.StepResponse:
-        try:
-            async with asyncio.timeout(self._step_seconds):
-                return (await self._shards.read())[0]
-        except TimeoutError:
-            raise ShardHung(f"no answer in {self._step_seconds:g} seconds") from None
+        answers = await self._shards.group.while_computing(
+            self._shards.read(), "the shard does not go on"
+        )
+        return answers[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +343,38 @@ def settled(events: Iterable[Event]) -> Iterator[Event | Unanswered]:
 
 def _waits(event: Event, answered: int) -> bool:
     return isinstance(event, Sent) and event.message.number > answered
+
+
+def blocks_of(change: pb.BatchChange, slot: int) -> list[int]:
+    """The blocks by which `change` grows the table of `slot`, in order."""
+    grown = zip(change.grown_slots, change.grown_blocks, strict=True)
+    return [block for owner, block in grown if owner == slot]
+
+
+def fills(
+    change: pb.BatchChange, sequence: pb.Sequence, num_known: int, *, most: int
+) -> Iterator[pb.StepRequest]:
+    """Yield steps that admit `sequence` and compute its cached tokens after `num_known`, up to `most` in each.
+
+    The sequence, its blocks and the dropped slots are taken out of `change`, whose step follows.
+    """
+    slot, num_cached = sequence.slot, sequence.cached_tokens
+    step, moved = pb.StepRequest(), pb.BatchChange(dropped_slots=change.dropped_slots)
+    moved.admitted.add().CopyFrom(sequence)
+    moved.admitted[0].cached_tokens = num_known
+    change.admitted.remove(sequence)
+    grown = list(zip(change.grown_slots, change.grown_blocks, strict=True))
+    del change.dropped_slots[:], change.grown_slots[:], change.grown_blocks[:]
+    for owner, block in grown:
+        to = moved if owner == slot else change
+        to.grown_slots.append(owner)
+        to.grown_blocks.append(block)
+    step.prefill.change.CopyFrom(moved)
+    for start in range(num_known, num_cached, most):
+        step.prefill.chunk_slots[:] = [slot]
+        step.prefill.chunk_tokens[:] = [min(most, num_cached - start)]
+        yield step
+        step.prefill.ClearField("change")
 
 
 def _is_exact(header: Header, info: ShardInfo) -> bool:

@@ -84,6 +84,11 @@ def _remarks(outcome: Outcome) -> list[str]:
         remarks.append(f"first difference at {describe(outcome.difference)}")
     elif outcome.largest_gap:
         remarks.append(f"largest gap between log probabilities {outcome.largest_gap:.3g}")
+    if outcome.is_compared and outcome.num_left_out:
+        remarks.append(
+            f"{outcome.num_left_out} requests with images are not compared: the journal lacks pixels, so that grey"
+            " images took their place"
+        )
     if outcome.failure is not None:
         failure = outcome.failure
         numbers = ", ".join(map(str, failure.unanswered)) or "none"
@@ -125,6 +130,7 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
         "replayed_seconds": outcome.replayed_ns / 1e9,
         "compared": outcome.is_compared,
         "equal": difference is None,
+        "left_out": outcome.num_left_out,
         "largest_gap": outcome.largest_gap,
         "difference": None
         if difference is None

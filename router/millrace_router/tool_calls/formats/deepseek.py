@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from millrace_router.tool_calls.parsing.block_format import BlockFormat, Frame, NamedReader
+from millrace_router.tool_calls.parsing.block_format import Frame, NamedCall, NamedFormat
 from millrace_router.tool_calls.parsing.block_parser import Block
 from millrace_router.tool_calls.parsing.lark import literal
-from millrace_router.tool_calls.tool import Tool
 from millrace_router.tool_calls.tool_prompt import prompt_for
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -16,7 +14,7 @@ _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜
 _FENCE, _FENCE_END = "\n```json\n", "\n```"
 
 
-class DeepSeekV31(BlockFormat):
+class DeepSeekV31(NamedFormat):
     """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` for each call, all in one section."""
 
     name: ClassVar[str] = "deepseek_v31"
@@ -28,14 +26,7 @@ class DeepSeekV31(BlockFormat):
     )
     frame: ClassVar[Frame] = Frame(before=(_CALLS,), behind=(_CALLS_END,), shared=True)
     tokens: ClassVar[tuple[str, ...]] = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
-
-    def reader(self, tools: Sequence[Tool]) -> NamedReader:
-        return NamedReader(
-            names=[tool.name for tool in tools],
-            before=(_CALL,),
-            between=_SEPARATOR,
-            behind=(_CALL_END,),
-        )
+    named: ClassVar[NamedCall] = NamedCall(before=(_CALL,), between=_SEPARATOR, behind=(_CALL_END,))
 
     def _call(self, name: str, arguments: str) -> str:
         marks = map(self._marker, (_CALL, _SEPARATOR, _CALL_END))
@@ -52,14 +43,9 @@ class DeepSeekV3(DeepSeekV31):
     frame: ClassVar[Frame] = Frame(
         before=(_CALLS,), behind=(_CALLS_END,), between=("\n",), shared=True
     )
-
-    def reader(self, tools: Sequence[Tool]) -> NamedReader:
-        return NamedReader(
-            names=[tool.name for tool in tools],
-            before=(_CALL, "function", _SEPARATOR),
-            between="```json",
-            behind=("```", _CALL_END),
-        )
+    named: ClassVar[NamedCall] = NamedCall(
+        before=(_CALL, "function", _SEPARATOR), between="```json", behind=("```", _CALL_END)
+    )
 
     def _call(self, name: str, arguments: str) -> str:
         call, separator, end = map(self._marker, (_CALL, _SEPARATOR, _CALL_END))

@@ -45,7 +45,10 @@ class HarmonyReader:
         if (yield from cursor.peek()) != "{":
             return False
         sink.start(name)
-        return (yield from cursor.json(sink.give))
+        if not (yield from cursor.json(sink.give)):
+            return False
+        sink.end()
+        return True
 
 
 class Harmony(BlockFormat):
@@ -69,7 +72,11 @@ class Harmony(BlockFormat):
         _RETURN,
     )
 
-    def reader(self, tools: Sequence[Tool]) -> HarmonyReader:
+    @property
+    def openers(self) -> tuple[str, ...]:
+        return (_RECIPIENT,)
+
+    def reader(self, tools: Sequence[Tool], *, has_grammar: bool) -> HarmonyReader:  # noqa: ARG002
         return HarmonyReader(names=[tool.name for tool in tools])
 
     def _call(self, name: str, arguments: str) -> str:

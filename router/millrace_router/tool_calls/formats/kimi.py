@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from millrace_router.tool_calls.parsing.block_format import BlockFormat, Frame, NamedReader
+from millrace_router.tool_calls.parsing.block_format import Frame, NamedCall, NamedFormat
 from millrace_router.tool_calls.parsing.block_parser import Block
 from millrace_router.tool_calls.parsing.lark import literal
-from millrace_router.tool_calls.tool import Tool
 
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _BEGIN, _ARGUMENTS, _END = (
@@ -18,7 +16,7 @@ _BEGIN, _ARGUMENTS, _END = (
 )
 
 
-class KimiK2(BlockFormat):
+class KimiK2(NamedFormat):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section.
 
     The number counts the calls of a conversation. Clients get other ids, and templates get the model's.
@@ -30,15 +28,9 @@ class KimiK2(BlockFormat):
     )
     frame: ClassVar[Frame] = Frame(before=(_SECTION,), behind=(_SECTION_END,), shared=True)
     tokens: ClassVar[tuple[str, ...]] = (_SECTION, _BEGIN, _ARGUMENTS, _END, _SECTION_END)
-
-    def reader(self, tools: Sequence[Tool]) -> NamedReader:
-        return NamedReader(
-            names=[tool.name for tool in tools],
-            before=(_BEGIN,),
-            between=_ARGUMENTS,
-            behind=(_END,),
-            optional="functions.",
-        )
+    named: ClassVar[NamedCall] = NamedCall(
+        before=(_BEGIN,), between=_ARGUMENTS, behind=(_END,), optional="functions."
+    )
 
     def _call(self, name: str, arguments: str) -> str:
         begin, behind_id, end = map(self._marker, (_BEGIN, _ARGUMENTS, _END))

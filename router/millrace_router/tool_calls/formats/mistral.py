@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from millrace_router.tool_calls.parsing.call_format import NO_IDS, CallFormat
 from millrace_router.tool_calls.parsing.lark import ANY, literal, matching, up_to
 from millrace_router.tool_calls.parsing.syntax import Syntax
-from millrace_router.tool_calls.tool import ToolChoice, new_short_call_id
+from millrace_router.tool_calls.tool import ToolChoice
 
 _OPENER, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -22,7 +22,7 @@ class Mistral(CallFormat):
     name: ClassVar[str] = "mistral"
     syntax: ClassVar[Syntax] = Syntax(openers=(_OPENER,), lists=True, names=True)
     tokens: ClassVar[tuple[str, ...]] = (_OPENER, _CALL_ID, _ARGUMENTS)
-    new_id: Callable[[], str] = staticmethod(new_short_call_id)
+    has_short_ids: ClassVar[bool] = True
 
     def __init__(self, special_ids: Mapping[str, int] = NO_IDS, *, has_names: bool = False) -> None:
         """With `has_names` the model writes calls in the newer form."""

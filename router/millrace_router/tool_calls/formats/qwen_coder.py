@@ -33,4 +33,5 @@ class Qwen3Coder(XmlFormat):
         padding="\n",
         behind_value="</parameter>",
         end="</function>",
+        closer="</tool_call>",
     )

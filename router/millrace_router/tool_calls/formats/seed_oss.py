@@ -23,4 +23,4 @@ class SeedOss(Qwen3Coder):
         before=("<seed:tool_call>", "\n"), behind=("\n", "</seed:tool_call>"), between=("\n",)
     )
     tokens: ClassVar[tuple[str, ...]] = ("<seed:tool_call>", "</seed:tool_call>")
-    xml = replace(Qwen3Coder.xml, padding="")
+    xml = replace(Qwen3Coder.xml, padding="", closer="</seed:tool_call>")

@@ -2,5 +2,5 @@
 
 Entry points: `call_format.CallFormat` for calls that are JSON objects, `block_format.BlockFormat` for others, of which
 `xml_format` has parameters in tags and `expression_format` expressions.
-May import: tool_calls' own modules and what these import; never formats.
+Imports: errors, request, tool_calls.
 """

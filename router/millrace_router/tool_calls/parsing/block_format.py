@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
+from millrace_router.request.grammar import check_size
+from millrace_router.request.schemas import Schema
 from millrace_router.tool_calls.parsing.block_parser import Block, BlockParser, CallReader, CallSink
-from millrace_router.tool_calls.parsing.call_format import CallFormat
+from millrace_router.tool_calls.parsing.call_format import CallFormat, has_grammar
 from millrace_router.tool_calls.parsing.cursor import Cursor, Wait
-from millrace_router.tool_calls.parsing.lark import ANY, literal, matching, up_to
+from millrace_router.tool_calls.parsing.lark import (
+    ANY,
+    escaped,
+    json_value,
+    literal,
+    matching,
+    pattern,
+    up_to,
+)
+from millrace_router.tool_calls.parsing.parameters import (
+    Kinds,
+    KindsById,
+    kinds_of,
+    schema_of,
+    within,
+)
 from millrace_router.tool_calls.parsing.syntax import Syntax
 from millrace_router.tool_calls.tool import AnswerParser, Tool, ToolChoice
+
+AnySyntax = TypeVar("AnySyntax")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +54,23 @@ class BlockFormat(CallFormat):
     block: ClassVar[Block]
     frame: ClassVar[Frame]
 
-    @abstractmethod
-    def reader(self, tools: Sequence[Tool]) -> CallReader:
-        """Return a reader of calls of `tools`."""
+    @property
+    def openers(self) -> tuple[str, ...]:
+        return self.block.openers
 
-    def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> AnswerParser:
+    @abstractmethod
+    def reader(self, tools: Sequence[Tool], *, has_grammar: bool) -> CallReader:
+        """Return a reader of calls of `tools`; with `has_grammar` they are as the model's template has them."""
+
+    def _parser(
+        self, tools: Sequence[Tool], choice: ToolChoice, new_id: Callable[[], str]
+    ) -> AnswerParser:
         return BlockParser(
             self.block,
-            self.reader(tools),
+            self.reader(tools, has_grammar=has_grammar(tools, choice)),
             hidden=self.markers,
             is_single=choice.is_single,
-            new_id=self.new_id,
+            new_id=new_id,
         )
 
     def _forced(self, choice: ToolChoice) -> dict[str, str]:
@@ -83,19 +108,80 @@ class BlockFormat(CallFormat):
         )
 
 
+class CallGrammar(Generic[AnySyntax]):
+    """Makes the rules of one call; their names begin with `rule`."""
+
+    def __init__(
+        self, syntax: AnySyntax, rule: str, tool: Tool, marker: Callable[[str], str]
+    ) -> None:
+        """`marker` makes the rule of a text that may be a token. Raises as `arguments_schema` does."""
+        self._syntax = syntax
+        self._rule = rule
+        self._tool = tool
+        self._marker = marker
+        self._root: Schema = schema_of(tool)
+        self._rules: dict[str, str] = {}
+        self._terminals: dict[str, str] = {}
+        self._known: KindsById = {}
+        self._num_bytes = 0
+
+    def _json(self, schema: object) -> str:
+        """Return the rule of a value as JSON that matches a part of the tool's parameters; raises as `_counted`."""
+        return self._counted(json_value(within(schema, self._root, strict=self._tool.strict)))
+
+    def _counted(self, rule: str) -> str:
+        """Return `rule`; raises ValidationError once the rules are too long, since many values may refer to one schema.
+
+        A rule counts once more within the rule that it is a part of.
+        """
+        self._num_bytes += len(rule)
+        check_size(self._num_bytes // 2)
+        return rule
+
+    def _kinds(self, schema: object) -> Kinds:
+        """Return the types of the values that a part of the tool's parameters allows."""
+        return kinds_of(schema, self._root, self._known)
+
+    def _key_terminal(self, expression: str, known: Iterable[str]) -> str:
+        """Return the terminal of a key that matches `expression`, and that is not `known`."""
+        others = [f"~{pattern(escaped(name))}" for name in known]
+        return self._terminal(" & ".join([pattern(expression), *others]))
+
+    def _terminal(self, terminal: str) -> str:
+        name = f"{self._rule}_{len(self._terminals)}".upper()
+        self._terminals[name] = terminal
+        return name
+
+
 _MAX_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedReader:
-    """Reads `before`, a name, perhaps `:` and a number, `between`, arguments and `behind`; blanks may be added."""
+class NamedCall:
+    """The texts around the name and the JSON arguments of a call."""
 
-    names: Sequence[str]
     before: tuple[str, ...]
     between: str
     behind: tuple[str, ...]
     optional: str = ""
     """A text that may precede the name."""
+
+
+class NamedFormat(BlockFormat):
+    """A call is a name and JSON arguments."""
+
+    named: ClassVar[NamedCall]
+
+    def reader(self, tools: Sequence[Tool], *, has_grammar: bool) -> NamedReader:  # noqa: ARG002
+        return NamedReader(self.named, [tool.name for tool in tools])
+
+
+@dataclass(frozen=True, slots=True)
+class NamedReader:
+    """Reads `before`, a name, perhaps `:` and a number, `between`, arguments and `behind`; blanks may be added."""
+
+    call: NamedCall
+    names: Sequence[str]
 
     def read(self, cursor: Cursor, sink: CallSink) -> Wait[bool]:
         name = yield from self._header(cursor)
@@ -104,24 +190,24 @@ class NamedReader:
         sink.start(name)
         if not (yield from cursor.json(sink.give)):
             return False
-        for text in self.behind:
-            yield from cursor.skip()
-            yield from cursor.take([text])
+        sink.end()
+        for text in self.call.behind:
+            yield from cursor.close([text])
         return True
 
     def _header(self, cursor: Cursor) -> Wait[str]:
         """Read up to the arguments; return the name, "" if there is none."""
-        for text in self.before:
+        for text in self.call.before:
             if not (yield from cursor.take([text])):
                 return ""
             yield from cursor.skip()
-        if self.optional:
-            yield from cursor.take([self.optional])
+        if self.call.optional:
+            yield from cursor.take([self.call.optional])
         name = yield from cursor.take(self.names)
         if (yield from cursor.take([":"])):
             yield from cursor.skip("0123456789", _MAX_DIGITS)
         yield from cursor.skip()
-        if not (yield from cursor.take([self.between])):
+        if not (yield from cursor.take([self.call.between])):
             return ""
         yield from cursor.skip()
         return name

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from millrace_router.tool_calls.parsing.cursor import BLANKS, MAX_BLANKS, Cursor, Wait
-from millrace_router.tool_calls.parsing.syntax import marker_pattern
+from millrace_router.tool_calls.parsing.syntax import any_of, marker_pattern
 from millrace_router.tool_calls.tool import CallDelta, Parsed
 
 
@@ -40,7 +40,10 @@ class CallSink(Protocol):
         """Announce a call of a tool; from now on it cannot become text."""
 
     def give(self, arguments: str) -> None:
-        """Add to the JSON text of the arguments."""
+        """Add to the JSON text of the arguments, which stand for all text before the position of the cursor."""
+
+    def end(self) -> None:
+        """Announce that the arguments are whole."""
 
 
 class CallReader(Protocol):
@@ -69,6 +72,7 @@ class BlockParser:
         self._block = block
         self._reader = reader
         self._hidden = frozenset(hidden)
+        self._hidden_pattern = any_of(self._hidden)
         self._begins = {*block.openers, *block.kept}
         self._sought = self._begins | self._hidden
         self._pattern = marker_pattern(tuple(sorted(self._sought)))
@@ -85,6 +89,11 @@ class BlockParser:
         self._pending: tuple[int, str | None, str | None] | None = None
         """Index, id and name of the last call; id and name only until they are output."""
         self._arguments: list[str] = []
+        self._sources: list[str] = []
+        """Text of the call that is being read, which was not output."""
+        self._begin = 0
+        """Position of the text that belongs to the next call."""
+        self._is_whole = False
         self._steps: Wait[None] | None = self._answer()
 
     def push(self, text: str) -> Parsed:
@@ -105,25 +114,52 @@ class BlockParser:
         return self._parsed()
 
     def start(self, name: str) -> None:
+        cursor = self._cursor
         self._take()
         self._pending = self._num_started, self._new_id(), name
         self._num_started += 1
         self._is_called = True
-        self._cursor.holds = False
+        self._is_whole = False
+        self._sources.append(cursor.text[self._begin : cursor.position])
+        cursor.drop()
+        cursor.holds, cursor.records = False, True
 
     def give(self, arguments: str) -> None:
-        self._arguments.append(arguments)
+        if arguments:
+            self._arguments.append(arguments)
+            self._sources.append(self._cursor.taken())
+
+    def end(self) -> None:
+        self._is_whole = True
+        self._cursor.taken()
+        self._cursor.records = False
 
     def _take(self) -> None:
         """Add the call that is being read to the output, with the text of its arguments so far."""
         if self._pending is None:
             return
         index, id_, name = self._pending
-        arguments = "".join(self._arguments)
+        arguments, source = "".join(self._arguments), "".join(self._sources)
         self._arguments.clear()
+        self._sources.clear()
         self._pending = index, None, None
-        if not (self._is_single and index) and (id_ is not None or arguments):
-            self._calls.append(CallDelta(index, id_, name, arguments))
+        if not (self._is_single and index) and (id_ is not None or arguments or source):
+            source = self._hidden_pattern.sub("", source)
+            is_last = self._is_whole and bool(arguments)
+            self._calls.append(CallDelta(index, id_, name, arguments, source, is_last))
+
+    def _give_up(self) -> None:
+        """Output what was read of a call that is broken; of one that is cut, it belongs to the call."""
+        cursor = self._cursor
+        left = cursor.taken()
+        cursor.records = False
+        if cursor.is_last and not cursor.text:
+            self._sources.append(left)
+            return
+        left = self._hidden_pattern.sub("", left)
+        if left:
+            self._is_called = False
+            self._texts.append(left)
 
     def _parsed(self) -> Parsed:
         if self._steps is not None:
@@ -147,6 +183,7 @@ class BlockParser:
         cursor = self._cursor
         yield from cursor.skip()
         is_open = bool((yield from cursor.take([self._block.bare])))
+        self._begin = 0
         if not (is_open and (yield from self._read_calls())):
             cursor.position = 0
 
@@ -192,6 +229,7 @@ class BlockParser:
         cursor, mark = self._cursor, self._cursor.position
         begin = cursor.text.index(opener, mark)
         cursor.position = begin if opener in self._block.kept else begin + len(opener)
+        self._begin = mark
         if not (yield from self._read_calls()):
             cursor.position = mark
             self._give_text(begin if opener in self._hidden else begin + len(opener))
@@ -208,15 +246,17 @@ class BlockParser:
             if self._num_started == num_started:
                 cursor.position = mark
                 return num_calls > 0
+            if not self._is_whole:
+                self._give_up()
             num_calls, mark = num_calls + 1, cursor.position
+            self._begin = mark
             if not is_whole or not (yield from self._goes_on()):
                 return True
 
     def _goes_on(self) -> Wait[bool]:
         """Step over what ends a block; whether another call may follow in it."""
         cursor, block, mark = self._cursor, self._block, self._cursor.position
-        yield from cursor.skip()
-        if (yield from cursor.take(block.closers)):
+        if (yield from cursor.close(block.closers)):
             return False
         rest = cursor.text[cursor.position : cursor.position + MAX_BLANKS]
         if cursor.is_last and any(closer.startswith(rest) for closer in block.closers):

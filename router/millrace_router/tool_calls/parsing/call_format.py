@@ -6,6 +6,8 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -13,8 +15,9 @@ import orjson
 
 from millrace_router.errors import ToolError
 from millrace_router.request.grammar import check_schemas, read_text
+from millrace_router.request.names import Names
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.parsing.call_parser import CallParser
+from millrace_router.tool_calls.parsing.call_parser import CallParser, UntaggedParser
 from millrace_router.tool_calls.parsing.lark import (
     ANY,
     json_value,
@@ -26,11 +29,20 @@ from millrace_router.tool_calls.parsing.lark import (
 from millrace_router.tool_calls.parsing.parameters import SPACING, arguments_schema
 from millrace_router.tool_calls.parsing.syntax import Syntax
 from millrace_router.tool_calls.parsing.text_rule import arguments_rule, quoted_rule
-from millrace_router.tool_calls.tool import AnswerParser, Tool, ToolChoice, new_call_id
+from millrace_router.tool_calls.tool import (
+    AnswerParser,
+    Tool,
+    ToolChoice,
+    tool_not_found,
+)
 from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT
 
 NO_IDS: Mapping[str, int] = MappingProxyType({})
 _START = "start: "
+_UNTAGGED = Syntax(
+    openers=("```json\n", "```\n", "<tools>"), closers=("```", "</tools>"), bare=True, lists=True
+)
+"""Smaller models often write no tags, a fence, or the tags that their template has around the list of tools."""
 
 
 class CallFormat(ABC):
@@ -48,7 +60,8 @@ class CallFormat(ABC):
     """Texts around calls that are special tokens in some models."""
     tool_prompt: ClassVar[str] = DEFAULT_TOOL_PROMPT
     """Follows the tools in the last message, where the chat template does not render them."""
-    new_id: Callable[[], str] = staticmethod(new_call_id)
+    has_short_ids: ClassVar[bool] = False
+    """Whether the templates of its models accept only short ids of calls."""
 
     def __init__(self, special_ids: Mapping[str, int] = NO_IDS) -> None:
         """`special_ids` are the ids of the model's special tokens, by text."""
@@ -78,7 +91,34 @@ class CallFormat(ABC):
         source = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
         return read_text(GrammarKind.LARK, source)
 
-    def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> AnswerParser:
+    def parser(
+        self, tools: Sequence[Tool], choice: ToolChoice, names: Names | None = None
+    ) -> AnswerParser:
+        """Return the parser of one answer, which may lack the tags of the format, unless a grammar demands them.
+
+        `names` has the ids of its calls; None for new ones.
+        """
+        # Each parser counts for itself: how many calls one has begun that is given up depends on the cuts of the text.
+        new_ids = partial(self._new_ids, names or Names.new())
+        tagged = self._parser(tools, choice, new_ids())
+        if has_grammar(tools, choice):
+            return tagged
+        # A format whose own calls begin so hands them out while they arrive.
+        openers = tuple(one for one in _UNTAGGED.openers if one not in self.syntax.openers)
+        syntax = replace(_UNTAGGED, openers=openers, bare=not self.syntax.bare)
+        tool_names = frozenset(tool.name for tool in tools)
+        untagged = CallParser(syntax, tool_names, is_single=choice.is_single, new_id=new_ids())
+        return UntaggedParser(tagged, untagged)
+
+    def _new_ids(self, names: Names) -> Callable[[], str]:
+        """Return what makes the ids of an answer's calls, from the first on."""
+        id_of = names.short_call_id if self.has_short_ids else names.call_id
+        return map(id_of, count()).__next__
+
+    def _parser(
+        self, tools: Sequence[Tool], choice: ToolChoice, new_id: Callable[[], str]
+    ) -> AnswerParser:
+        """Return the parser of an answer with the tags of the format."""
         openers = self.syntax.openers
         # The grammar of a strict tool has calls at the start of the answer only, and any text on later lines.
         if self.syntax.bare and not any(tool.strict for tool in tools):
@@ -87,8 +127,13 @@ class CallFormat(ABC):
             replace(self.syntax, openers=openers, hidden=self.markers),
             frozenset(tool.name for tool in tools),
             is_single=choice.is_single,
-            new_id=self.new_id,
+            new_id=new_id,
         )
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """Texts that begin calls and nothing else, as a word or a fence could."""
+        return tuple(one for one in self.syntax.openers if one.startswith(("<", "[")))
 
     def answer_rule(self, value: str) -> str:
         """Return the rule of an answer without calls that consists of `value`."""
@@ -149,9 +194,10 @@ def chat_grammar(
 def _callable(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
     """Return the tools that may be called; raises ToolError if there is none."""
     if choice.kind == "named":
-        tools = [tool for tool in tools if tool.name == choice.name][:1]
-        if not tools:
-            raise ToolError(f"Tool with name {choice.name} not found")
+        named = [tool for tool in tools if tool.name == choice.name][:1]
+        if not named:
+            raise tool_not_found(choice.name or "", [tool.name for tool in tools])
+        return named
     if not tools:
         raise ToolError("a tool call is required, but `tools` is empty")
     return list(tools)

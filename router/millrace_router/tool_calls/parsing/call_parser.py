@@ -10,14 +10,17 @@ import re
 from collections.abc import Callable
 
 from millrace_router.tool_calls.parsing.call_reader import CallReader
-from millrace_router.tool_calls.parsing.json_scanner import behind_blanks
+from millrace_router.tool_calls.parsing.cursor import STRAY
+from millrace_router.tool_calls.parsing.json_mender import behind_blanks
 from millrace_router.tool_calls.parsing.syntax import Syntax, any_of, earliest, num_begun
-from millrace_router.tool_calls.tool import CallDelta, Parsed
+from millrace_router.tool_calls.tool import AnswerParser, CallDelta, Parsed
 
 _CALL_ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 _BLANKS = " \t\n\r"
 _MAX_BLANKS = 256
 """More blanks in a row count as text, so that the time to hold them back is bounded."""
+_STRAY = re.compile(f"(?:[{re.escape(STRAY)}][{_BLANKS}]{{0,32}}){{0,8}}")
+_STRAY_IN_LIST = re.compile(f"(?:[{re.escape(STRAY.replace(']', ''))}][{_BLANKS}]{{0,32}}){{0,8}}")
 _BETWEEN_CALLS = f"{_BLANKS},;"
 _BEHIND_NAME = re.compile(r"(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?[ \t\n\r]*")
 
@@ -42,6 +45,8 @@ class CallParser:
         self._num_searched = 0
         """The length of the part of `_rest` that has no beginning of a call."""
         self._is_last = False
+        self._unsaid = ""
+        """What was read of the call since its last output."""
         self._before = ""
         """The text before a call that has not started; it becomes text if no call follows."""
         self._in_list = False
@@ -193,19 +198,22 @@ class CallParser:
     def _read(self, reader: CallReader) -> None:
         self._reader = reader
         self._is_announced = False
+        self._unsaid = ""
         self._step = self._in_call
 
     def _in_call(self) -> bool:
         reader = self._reader
         if not self._rest:
-            return self._is_last and not reader.is_started and self._give_back_call()
+            return self._is_last and self._give_back_cut_call()
         stop, arguments = reader.push(self._rest)
+        self._unsaid += self._rest[:stop]
         self._rest = self._rest[stop:]
         if reader.is_started:
             self._give_arguments(arguments)
         if reader.ended or (reader.failed and reader.is_started and reader.is_complete):
             self._step = self._behind_call
         elif reader.failed and reader.is_started:
+            self._before = self._unsaid
             self._give_back()
         elif reader.failed:
             self._give_back_call()
@@ -213,12 +221,13 @@ class CallParser:
 
     def _behind_call(self) -> bool:
         begin = behind_blanks(self._rest, 0)
-        rest = self._rest[begin:]
-        may_close = not self._in_list and any(c.startswith(rest) for c in self._syntax.closers)
         if begin > _MAX_BLANKS:
             self._in_list = False
             self._step = self._in_text
             return True
+        begin = self._behind_stray(begin)
+        rest = self._rest[begin:]
+        may_close = not self._in_list and any(c.startswith(rest) for c in self._syntax.closers)
         if not rest or (may_close and rest not in self._syntax.closers):
             # At the end of the answer, an incomplete closer is dropped.
             self._rest = "" if self._is_last else self._rest
@@ -234,6 +243,16 @@ class CallParser:
         elif rest and rest[0] == "{":
             self._begin_call(begin)
         return True
+
+    def _behind_stray(self, begin: int) -> int:
+        """Return the position behind stray signs, if what ends the call or the text follows them."""
+        pattern, ends = _STRAY, self._syntax.closers
+        if self._in_list:
+            pattern, ends = _STRAY_IN_LIST, (",", "]")
+        end = pattern.match(self._rest, begin).end()  # type: ignore[union-attr]  # the empty text matches too
+        rest = self._rest[end:]
+        is_ended = any(one.startswith(rest) or rest.startswith(one) for one in ends)
+        return end if is_ended or not rest else begin
 
     def _go_on_in_list(self, begin: int) -> None:
         char = self._rest[begin : begin + 1]
@@ -269,17 +288,76 @@ class CallParser:
         self._give_back()
         return True
 
+    def _give_back_cut_call(self) -> bool:
+        """Output a call that the end of the answer cuts: as text, or with what is left of it."""
+        if not self._reader.is_started:
+            return self._give_back_call()
+        is_dropped = self._is_single and self._index
+        if self._unsaid and not (self._reader.is_complete or is_dropped):
+            source = self._hidden.sub("", self._unsaid)
+            self._calls.append(CallDelta(self._index, None, None, "", source))
+        self._unsaid = ""
+        return False
+
     def _give_text(self, text: str) -> None:
         if text:
             self._is_called = False
             self._texts.append(text)
 
     def _give_arguments(self, arguments: str) -> None:
-        self._before = ""
         self._is_called = True
         is_first, self._is_announced = not self._is_announced, True
         self._index += is_first
-        if (self._is_single and self._index) or not (arguments or is_first):
+        if not (arguments or is_first):
             return
-        id_, name = (self._new_id(), self._reader.name) if is_first else (None, None)
-        self._calls.append(CallDelta(self._index, id_, name, arguments))
+        reader = self._reader
+        source = self._hidden.sub("", self._before + self._unsaid.removesuffix(reader.undecided))
+        self._before, self._unsaid = "", reader.undecided
+        if self._is_single and self._index:
+            return
+        id_, name = (self._new_id(), reader.name) if is_first else (None, None)
+        self._calls.append(
+            CallDelta(
+                self._index, id_, name, arguments, source, bool(arguments) and reader.is_complete
+            )
+        )
+
+
+class UntaggedParser:
+    """Takes an answer that is one call or one list of calls without the right tags; another is as `tagged` has it.
+
+    Such calls come whole at their end, because text behind them makes them text.
+    """
+
+    def __init__(self, tagged: AnswerParser, untagged: AnswerParser) -> None:
+        self._tagged = tagged
+        self._untagged: AnswerParser | None = untagged
+        """None once the answer is something else."""
+        self._held = ""
+        self._calls: list[CallDelta] = []
+
+    def push(self, text: str) -> Parsed:
+        if self._untagged is None:
+            return self._tagged.push(text)
+        self._held += text
+        if self._may_be_calls(self._untagged.push(text)):
+            return Parsed()
+        self._untagged = None
+        return self._tagged.push(self._held)
+
+    def finish(self) -> Parsed:
+        if self._untagged is None:
+            return self._tagged.finish()
+        may_be_calls = self._may_be_calls(self._untagged.finish())
+        self._untagged = None
+        num_whole = sum(call.is_last for call in self._calls)
+        num_begun = sum(call.id is not None for call in self._calls)
+        if may_be_calls and num_whole == num_begun > 0:
+            return Parsed("", tuple(self._calls))
+        parsed, rest = self._tagged.push(self._held), self._tagged.finish()
+        return Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
+
+    def _may_be_calls(self, parsed: Parsed) -> bool:
+        self._calls += parsed.calls
+        others = (call for call in parsed.calls if call.index and call.id is not None)
+        return not parsed.text.strip() and all(call.source.startswith(",") for call in others)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Container
 
-from millrace_router.tool_calls.parsing.json_scanner import JsonScanner, behind_blanks
+from millrace_router.tool_calls.parsing.json_mender import JsonMender, mended, spaced
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _TOOL_NAME = "tool_name"
 """Cohere's key of the name."""
+_QUOTES = "\"'"
 _KEYS = frozenset({"name", "arguments", "type", "id", "index", "tool_call_id"})
 """Keys that models write; all but the name and the arguments are ignored."""
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class CallReader:
@@ -34,8 +33,8 @@ class CallReader:
         self._names = names
         self._held: list[str] = []
         self._arguments: list[str] = []
-        self._scanner = JsonScanner()
-        self._raw: list[str] = []
+        self._mender = JsonMender()
+        self._value_parts: list[str] = []
         self._key = ""
         self._keys_seen: set[str] = set()
         self._has_arguments = False
@@ -53,6 +52,11 @@ class CallReader:
     def held(self) -> str:
         """All text so far, while the call has not started."""
         return "".join(self._held)
+
+    @property
+    def undecided(self) -> str:
+        """Text of the arguments that was read, and is not among those that were returned."""
+        return "" if self.is_complete else self._mender.held
 
     def push(self, text: str, start: int = 0) -> tuple[int, str]:
         """Read text from `start` on; return where reading stopped, and new text of the arguments."""
@@ -72,28 +76,24 @@ class CallReader:
         self._step = self._first
         return start + 1
 
+    @spaced
     def _first(self, text: str, start: int) -> int:
-        start = behind_blanks(text, start)
-        if start == len(text):
-            return start
         if text[start] == "}":
             return self._fail(start)
         self._step = self._before_key
         return start
 
+    @spaced
     def _before_key(self, text: str, start: int) -> int:
-        start = behind_blanks(text, start)
-        if start == len(text):
-            return start
-        if text[start] != '"':
+        if text[start] not in _QUOTES:
             return self._fail(start)
         self._scan_next(self._in_key)
         return start
 
     def _in_key(self, text: str, start: int) -> int:
         start = self._scan(text, start)
-        if self._scanner.ended:
-            self._key = json.loads("".join(self._raw))
+        if self._mender.ended:
+            self._key = json.loads("".join(self._value_parts))
             if self._key in _ARGUMENTS:
                 self._key = "arguments"
             elif self._key == _TOOL_NAME:
@@ -106,10 +106,8 @@ class CallReader:
             self._step = self._colon
         return start
 
+    @spaced
     def _colon(self, text: str, start: int) -> int:
-        start = behind_blanks(text, start)
-        if start == len(text):
-            return start
         if text[start] != ":":
             return self._fail(start)
         self._begin_value(self._key)
@@ -119,13 +117,11 @@ class CallReader:
         self._key = key
         self._step = self._before_value
 
+    @spaced
     def _before_value(self, text: str, start: int) -> int:
-        start = behind_blanks(text, start)
-        if start == len(text):
-            return start
         char = text[start]
-        if (self._key == "name" and char != '"') or (
-            self._key == "arguments" and char not in '{"n'
+        if (self._key == "name" and char not in _QUOTES) or (
+            self._key == "arguments" and char not in f"{{{_QUOTES}nN"
         ):
             return self._fail(start)
         if self._key == "arguments" and char == "{":
@@ -137,25 +133,25 @@ class CallReader:
         return start
 
     def _in_arguments(self, text: str, start: int) -> int:
-        stop = self._scanner.push(text, start)
-        self.failed = self._scanner.failed
-        self._arguments.append(text[start:stop])
-        if self._scanner.ended:
+        stop, arguments = self._mender.push(text, start)
+        self.failed = self._mender.failed
+        self._arguments.append(arguments)
+        if self._mender.ended:
             self._end_arguments()
         return stop
 
     def _in_value(self, text: str, start: int) -> int:
         start = self._scan(text, start)
-        if not self._scanner.ended:
+        if not self._mender.ended:
             return start
         self._step = self._next
         if self._key == "name":
-            self.name = json.loads("".join(self._raw))
+            self.name = json.loads("".join(self._value_parts))
             if self.name not in self._names:
                 return self._fail(start)
             self.is_started = self._has_arguments
         elif self._key == "arguments":
-            arguments = _object_in("".join(self._raw))
+            arguments = _object_in("".join(self._value_parts))
             if arguments is None:
                 return self._fail(start)
             self._whole_arguments(arguments)
@@ -172,10 +168,8 @@ class CallReader:
         self._step = self._next
         self.ended = not self._keys_seen
 
+    @spaced
     def _next(self, text: str, start: int) -> int:
-        start = behind_blanks(text, start)
-        if start == len(text):
-            return start
         if text[start] == ",":
             self._step = self._before_key
             return start + 1
@@ -187,14 +181,14 @@ class CallReader:
         return start + 1
 
     def _scan_next(self, step: Callable[[str, int], int]) -> None:
-        self._scanner = JsonScanner()
-        self._raw.clear()
+        self._mender = JsonMender()
+        self._value_parts.clear()
         self._step = step
 
     def _scan(self, text: str, start: int) -> int:
-        stop = self._scanner.push(text, start)
-        self._raw.append(text[start:stop])
-        self.failed = self._scanner.failed
+        stop, value = self._mender.push(text, start)
+        self._value_parts.append(value)
+        self.failed = self._mender.failed
         return stop
 
     def _fail(self, start: int) -> int:
@@ -207,8 +201,5 @@ def _object_in(value: str) -> str | None:
     inner = json.loads(value)
     if inner is None:
         return "{}"
-    scanner = JsonScanner()
     inner = inner.strip()
-    is_object = inner[:1] == "{" and scanner.push(inner) == len(inner) and scanner.ended
-    # Half of a surrogate pair is valid JSON, but has no UTF-8 encoding.
-    return inner if is_object and not _SURROGATES.search(inner) else None
+    return mended(inner) if inner[:1] == "{" else None

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
-from millrace_router.tool_calls.parsing.json_scanner import JsonScanner
+from millrace_router.tool_calls.parsing.json_mender import JsonMender
 from millrace_router.tool_calls.parsing.syntax import marker_pattern
 
 BLANKS = " \t\n\r"
 MAX_BLANKS = 256
 """More blanks in a row count as text, so that the time to hold them back is bounded."""
+STRAY = "}])\"'"
+"""Characters that models write once too often behind a call."""
 
 Result = TypeVar("Result")
 Wait = Generator[None, None, Result]
@@ -32,14 +34,29 @@ class Cursor:
         """Whether no more text arrives."""
         self.holds = True
         """Whether text before the position stays until `drop`, so that a parser can go back."""
+        self.records = False
+        """Whether dropped text is kept for `taken`."""
+        self._dropped: list[str] = []
+
+    def taken(self) -> str:
+        """Drop, and return all text that was dropped since the last call."""
+        self.drop()
+        text = "".join(self._dropped)
+        self._dropped.clear()
+        return text
 
     def drop(self) -> None:
         """Forget the text before the position."""
+        if self.records:
+            self._dropped.append(self.text[: self.position])
         self.text = self.text[self.position :]
         self.position = 0
 
     def put_back(self, text: str) -> None:
         """Put `text`, which was read last, in front of the position; text before it may be gone."""
+        if self.records:
+            before = self.taken()
+            self._dropped.append(before[: len(before) - len(text)])
         self.text = f"{text}{self.text[self.position :]}"
         self.position = 0
 
@@ -88,26 +105,46 @@ class Cursor:
         pattern = marker_pattern(tuple(ends))
         while True:
             match = pattern.search(self.text, self.position)
-            if match is None:
-                give(self.text[self.position :])
-                self.position = len(self.text)
-            else:
-                give(self.text[self.position : match.start()])
-                if match[0] in ends:
-                    self.position = match.end()
-                    return match[0]
-                self.position = match.start()
+            text = self.text[self.position : None if match is None else match.start()]
+            self.position += len(text)
+            give(text)
+            if match is not None and match[0] in ends:
+                self.position += len(match[0])
+                return match[0]
             if not (yield from self.more()):
                 self.position = len(self.text)
                 return ""
 
+    def close(self, ends: Collection[str]) -> Wait[str]:
+        """Step over blanks and one of `ends`, and over stray signs before it; "" if none follows.
+
+        Stray signs at the end of the answer are stepped over, too.
+        """
+        holds, self.holds = self.holds, True
+        if not holds:
+            self.drop()
+        yield from self.skip()
+        end = yield from self.take(ends)
+        mark = self.position
+        if not end:
+            yield from self.skip(f"{STRAY}{BLANKS}")
+            end = (yield from self.take(ends)) if self.position > mark else ""
+            if not end and not (yield from self.peek()):
+                mark = self.position
+        if not end:
+            self.position = mark
+        self.holds = holds
+        return end
+
     def json(self, give: Give) -> Wait[bool]:
-        """Pass one JSON value on as it comes; False if it is not valid, or cut off."""
-        scanner = JsonScanner()
-        while not (scanner.ended or scanner.failed):
+        """Pass the JSON of one value on as it comes; False if it cannot be mended, or is cut off."""
+        mender = JsonMender()
+        while not (mender.ended or mender.failed):
             if self.position == len(self.text) and not (yield from self.more()):
                 return False
-            stop = scanner.push(self.text, self.position)
-            give(self.text[self.position : stop])
-            self.position = stop
-        return scanner.ended
+            self.position, value = mender.push(self.text, self.position)
+            num_held = min(len(mender.held), self.position)
+            self.position -= num_held
+            give(value)
+            self.position += num_held
+        return mender.ended

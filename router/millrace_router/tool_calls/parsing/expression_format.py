@@ -10,17 +10,10 @@ from typing import ClassVar
 from millrace_router.errors import ToolError
 from millrace_router.request.request import Grammar
 from millrace_router.request.schemas import Schema
-from millrace_router.tool_calls.parsing.block_format import BlockFormat
+from millrace_router.tool_calls.parsing.block_format import BlockFormat, CallGrammar
 from millrace_router.tool_calls.parsing.expression_reader import ExpressionReader, ExpressionSyntax
-from millrace_router.tool_calls.parsing.lark import escaped, json_value, literal, pattern
-from millrace_router.tool_calls.parsing.parameters import (
-    ObjectSchema,
-    check_keywords,
-    kinds_of,
-    resolved,
-    schema_of,
-    within,
-)
+from millrace_router.tool_calls.parsing.lark import literal, pattern
+from millrace_router.tool_calls.parsing.parameters import ObjectSchema, check_keywords, resolved
 from millrace_router.tool_calls.parsing.text_rule import plain_rule, quoted_rule
 from millrace_router.tool_calls.parsing.text_values import text_terminal
 from millrace_router.tool_calls.tool import Tool
@@ -42,20 +35,13 @@ _CHOICES = ("anyOf", "oneOf")
 _ANY_KINDS = ("string", "number", "boolean", "null", "array", "object")
 
 
-class ExpressionGrammar:
+class ExpressionGrammar(CallGrammar[ExpressionSyntax]):
     """Makes the rules of one call; their names begin with `rule`."""
 
     def __init__(
         self, syntax: ExpressionSyntax, rule: str, tool: Tool, marker: Callable[[str], str]
     ) -> None:
-        """`marker` makes the rule of a text that may be a token. Raises as `arguments_schema` does."""
-        self._syntax = syntax
-        self._rule = rule
-        self._tool = tool
-        self._marker = marker
-        self._root: Schema = schema_of(tool)
-        self._rules: dict[str, str] = {}
-        self._terminals: dict[str, str] = {}
+        super().__init__(syntax, rule, tool, marker)
         self._by_reference: dict[str, str] = {}
 
     def rules(self) -> dict[str, str]:
@@ -85,8 +71,7 @@ class ExpressionGrammar:
             members.append(self._add(f"{written(literal(key))} {self._value(value)}"))
         extra = rest = ""
         if schema.extra is not False:
-            others = [f"~{pattern(escaped(name))}" for name in schema.properties]
-            key = self._terminal(" & ".join([pattern(_KEY), *others]))
+            key = self._key_terminal(_KEY, schema.properties)
             extra = self._add(f"{written(key)} {self._value(schema.extra)}")
             rest = self._add(f"({comma} {extra})*")
         firsts = [f"{extra} {rest}"] if extra else []
@@ -115,7 +100,7 @@ class ExpressionGrammar:
             if isinstance(some := schema.get(key), list) and some:
                 self._check(schema, {key, "type"})
                 return f"({' | '.join(map(self._value, some))})"
-        kinds = kinds_of(schema, self._root)
+        kinds = self._kinds(schema)
         if kinds is None:
             self._check(schema, set())
             return self._any()
@@ -142,10 +127,10 @@ class ExpressionGrammar:
         if kind == "string" and self._syntax.quote:
             return self._quoted(schema)
         if kind == "string" and not schema.keys() - {"type"}:
-            value = json_value(within({"type": kind}, self._root, strict=strict))
+            value = self._json({"type": kind})
             return f"({value} | {self._terminal(pattern(_SINGLE_QUOTED))})"
         if kind in {"string", "number", "integer"}:
-            return json_value(within({**schema, "type": kind}, self._root, strict=strict))
+            return self._json({**schema, "type": kind})
         self._check(schema, {"type", *_KEYWORDS[kind]})
         if kind == "array":
             return self._array(schema)
@@ -234,12 +219,7 @@ class ExpressionGrammar:
 
     def _add(self, rule: str) -> str:
         name = f"{self._rule}_{len(self._rules)}"
-        self._rules[name] = rule
-        return name
-
-    def _terminal(self, terminal: str) -> str:
-        name = f"{self._rule}_{len(self._terminals)}".upper()
-        self._terminals[name] = terminal
+        self._rules[name] = self._counted(rule)
         return name
 
 
@@ -248,7 +228,7 @@ class ExpressionFormat(BlockFormat):
 
     expression: ClassVar[ExpressionSyntax]
 
-    def reader(self, tools: Sequence[Tool]) -> ExpressionReader:
+    def reader(self, tools: Sequence[Tool], *, has_grammar: bool) -> ExpressionReader:  # noqa: ARG002
         return ExpressionReader(self.expression, tools)
 
     def _rules_of_call(self, rule: str, tool: Tool) -> dict[str, str]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from millrace_router.tool_calls.parsing.block_parser import CallSink
 from millrace_router.tool_calls.parsing.cursor import Cursor, Give, Wait
-from millrace_router.tool_calls.parsing.text_values import json_escaped
+from millrace_router.tool_calls.parsing.json_mender import json_escaped
 from millrace_router.tool_calls.tool import Tool
 
 JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
+_WORDS: Mapping[str, str] = {**JSON_WORDS, "True": "true", "False": "false", "None": "null"}
+"""JSON of the words that stand for values: models write JSON's and Python's, whatever their template shows."""
+_ASSIGNS = (":", "=")
+"""Texts of which one is between a key and a value: models write both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +35,7 @@ class ExpressionSyntax:
     colon: str = ": "
     """What a model writes between a key and a value of an object."""
     quote: str = ""
-    """The text on both sides of a string without escapes; empty for Python's strings."""
-    words: Mapping[str, str] = field(default_factory=lambda: JSON_WORDS)
-    """JSON of the words that stand for values."""
+    """The text on both sides of a string without escapes, in addition to Python's strings; empty for Python's only."""
     written: Mapping[str, str] = field(default_factory=lambda: JSON_WORDS)
     """The word that a grammar demands, by JSON."""
 
@@ -43,11 +45,7 @@ class ExpressionSyntax:
         return bool(self.quote)
 
 
-PYTHON = ExpressionSyntax(
-    words={**JSON_WORDS, "True": "true", "False": "false", "None": "null"},
-    written={"true": "True", "false": "False", "null": "None"},
-)
-"""Models write JSON's words too, which templates show them."""
+PYTHON = ExpressionSyntax(written={"true": "True", "false": "False", "null": "None"})
 
 
 QUOTES = ('"""', "'''", '"', "'")
@@ -133,7 +131,7 @@ class LiteralReader:
 
     def __init__(self, syntax: ExpressionSyntax) -> None:
         self._syntax = syntax
-        self._quotes = (syntax.quote,) if syntax.quote else QUOTES
+        self._quotes = (syntax.quote, *QUOTES) if syntax.quote else QUOTES
 
     def read(self, cursor: Cursor, give: Give, num_levels: int = MAX_LEVELS) -> Wait[bool]:
         """Pass the JSON of a literal on; False if there is none, or if it is cut off."""
@@ -149,7 +147,7 @@ class LiteralReader:
         if not (yield from cursor.peek()):
             # More of the number or the word might have followed.
             return False
-        json_text = self._syntax.words.get(text) or _number(text)
+        json_text = _WORDS.get(text) or _number(text)
         if not json_text:
             cursor.put_back(text)
         give(json_text)
@@ -157,7 +155,7 @@ class LiteralReader:
 
     def _string(self, cursor: Cursor, quote: str, give: Give) -> Wait[bool]:
         give('"')
-        if self._syntax.quote:
+        if quote == self._syntax.quote:
             is_whole = bool(
                 (yield from cursor.copy([quote], lambda text: give(json_escaped(text))))
             )
@@ -198,15 +196,27 @@ class LiteralReader:
             give(json.dumps(key, ensure_ascii=False))
         give(": ")
         yield from cursor.skip()
-        return bool((yield from cursor.take([":"])))
+        return bool((yield from cursor.take(_ASSIGNS)))
 
 
-def read_key(cursor: Cursor) -> Wait[str]:
-    """Read a key without quotes; "" if there is none."""
+def literal_json(text: str) -> str | None:
+    """Return the JSON of a whole literal in brackets; None for another text."""
+    cursor, parts = Cursor(), list[str]()
+    cursor.text, cursor.is_last = text, True
+    try:
+        # A cursor at the end of the answer never waits.
+        next(LiteralReader(PYTHON).read(cursor, parts.append))
+    except StopIteration as end:
+        return "".join(parts) if end.value and cursor.position == len(text) else None
+    raise AssertionError
+
+
+def read_key(cursor: Cursor, ends: Container[str] = _NOT_IN_KEYS) -> Wait[str]:
+    """Read a key without quotes up to one of the characters `ends`; "" if there is none."""
     parts: list[str] = []
     while len(parts) < MAX_KEY:
         char = yield from cursor.peek()
-        if not char or char in _NOT_IN_KEYS:
+        if not char or char in ends:
             break
         parts.append(char)
         cursor.position += 1
@@ -251,6 +261,7 @@ class ExpressionReader:
         self._keys = {tool.name: _keys_of(tool) for tool in tools}
         self._names = tuple(self._keys)
         self._literals = LiteralReader(syntax)
+        self._quotes = ("", syntax.quote, '"', "'")
 
     def read(self, cursor: Cursor, sink: CallSink) -> Wait[bool]:
         syntax = self._syntax
@@ -267,6 +278,7 @@ class ExpressionReader:
         if (yield from cursor.take([closer])):
             sink.start(name)
             sink.give("{}")
+            sink.end()
             return True
         key = yield from self._key(cursor, self._keys[name])
         if not key:
@@ -289,6 +301,7 @@ class ExpressionReader:
             yield from cursor.skip()
             if (yield from cursor.take([self._syntax.edges[1]])):
                 sink.give("}")
+                sink.end()
                 return True
             key = (yield from self._key(cursor, keys)) if is_more else ""
             if not key:
@@ -300,17 +313,24 @@ class ExpressionReader:
         if not holds:
             cursor.drop()
         mark = cursor.position
+        quote = yield from cursor.take(self._quotes)
         key = yield from cursor.take(keys)
-        yield from cursor.skip()
-        if not (key and (yield from cursor.take([self._syntax.assign]))):
+        if not (key and (yield from self._is_assigned(cursor, quote))):
             cursor.position = mark
+            yield from cursor.take([quote])
             key = yield from read_key(cursor)
-            yield from cursor.skip()
-            if not (key and (yield from cursor.take([self._syntax.assign]))):
+            if not (key and (yield from self._is_assigned(cursor, quote))):
                 cursor.position = mark
                 key = ""
         cursor.holds = holds
         return key
+
+    def _is_assigned(self, cursor: Cursor, quote: str) -> Wait[bool]:
+        """Step over what is between a key and its value; whether all of it follows."""
+        if quote and not (yield from cursor.take([quote])):
+            return False
+        yield from cursor.skip()
+        return bool((yield from cursor.take(_ASSIGNS)))
 
 
 def _keys_of(tool: Tool) -> tuple[str, ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
+
+import orjson
 
 from millrace_router.errors import ToolError
 from millrace_router.request.grammar import checked_schema
@@ -26,8 +29,8 @@ LENIENT: Schema = {"lenient": True, "coerce_one_of": True}
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"}
 )  # fmt: skip
-_NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")
-"""Look-around and back-references, which shards do not support."""
+_NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]|\A/.*/[a-z]*\Z", re.DOTALL)
+"""Look-around and back-references, which shards do not support, and expressions between JavaScript's slashes."""
 
 
 def arguments_schema(tool: Tool) -> Schema:
@@ -38,7 +41,8 @@ def arguments_schema(tool: Tool) -> Schema:
         ValidationError: they are nested too deeply.
 
     """
-    schema = _without_annotations(checked_schema(tool.parameters), keeps_all=tool.strict)
+    schema = checked_schema(tool.parameters)
+    schema = _without_annotations(schema if tool.strict else _mended(schema, schema))
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise ToolError(f"the parameters of `{tool.name}` have to describe an object")
@@ -47,17 +51,89 @@ def arguments_schema(tool: Tool) -> Schema:
     return {**schema, "x-guidance": SPACING if tool.strict else {**SPACING, **LENIENT}}
 
 
-def _without_annotations(schema: Schema, *, keeps_all: bool) -> Schema:
-    """`schema` without annotations and, unless `keeps_all`, without patterns that shards do not support."""
+def _without_annotations(schema: Schema) -> Schema:
     changed = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-    pattern = changed.get("pattern")
-    if not keeps_all and isinstance(pattern, str) and _NOT_REGULAR.search(pattern):
-        del changed["pattern"]
-    return map_subschemas(changed, partial(_without_annotations, keeps_all=keeps_all))
+    return map_subschemas(changed, _without_annotations)
 
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+_OTHER_TYPES: Mapping[str, str] = {
+    **dict.fromkeys(("str", "text"), "string"),
+    **dict.fromkeys(("int", "long"), "integer"),
+    **dict.fromkeys(("float", "double", "decimal"), "number"),
+    "bool": "boolean",
+    **dict.fromkeys(("list", "tuple", "set"), "array"),
+    **dict.fromkeys(("dict", "map", "struct"), "object"),
+    **dict.fromkeys(("none", "nil"), "null"),
+}
+"""Names of types in programming languages, in lower case."""
+
+
+def _mended(schema: Schema, root: Schema) -> Schema:
+    """`schema`, a part of `root`, without what cannot be compiled: it is for tools that are not strict."""
+    changed = {key: value for key, value in schema.items() if _can_compile(key, value, root)}
+    if "type" in changed:
+        types = changed["type"] if isinstance(changed["type"], list) else [changed["type"]]
+        known = [kind for one in types if (kind := _type_of(one)) is not None]
+        changed["type"] = known[0] if len(known) == 1 else known
+        if len(known) < len(types):
+            del changed["type"]
+    return map_subschemas(changed, partial(_mended, root=root))
+
+
+def _type_of(name: object) -> str | None:
+    lower = name.lower() if isinstance(name, str) else ""
+    return lower if lower in _TYPES else _OTHER_TYPES.get(lower)
+
+
+def _can_compile(key: str, value: object, root: Schema) -> bool:
+    """Return whether JSON Schema allows the keyword this value, and shards support it."""
+    if key == "$ref":
+        return isinstance(value, str) and referenced(unquote(value), root) is not None
+    is_right = _RIGHT.get(key)
+    return is_right is None or is_right(value)
+
+
+def _are_schemas(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict | bool) for one in value)
+
+
+def _has_schemas(value: object) -> bool:
+    return isinstance(value, dict) and _are_schemas(list(value.values()))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_whole_count(value: object) -> bool:
+    return _is_count(value) or (isinstance(value, float) and value >= 0 and value.is_integer())
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+_RIGHT: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(_COUNTS, _is_whole_count),
+    **dict.fromkeys(_BOUNDS, _is_number),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), _has_schemas),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), _are_schemas),
+    **dict.fromkeys(
+        ("items", "additionalProperties"), lambda value: isinstance(value, dict | bool | list)
+    ),
+    "required": _are_strings,
+    "format": lambda value: isinstance(value, str),
+    "enum": lambda value: isinstance(value, list) and bool(value),
+    "pattern": lambda value: isinstance(value, str) and not _NOT_REGULAR.search(value),
+}
+"""Whether a keyword has a value of its type."""
 
 
 def check_keywords(schema: dict[str, Any]) -> None:
@@ -74,14 +150,6 @@ def check_keywords(schema: dict[str, Any]) -> None:
         raise ToolError("`enum` in the parameters must be a list")
     if not _are_strings(schema.get("required", [])):
         raise ToolError("`required` in the parameters must be a list of names")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _are_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 Kinds = frozenset[str] | None
@@ -113,15 +181,31 @@ def resolved(schema: object, root: dict[str, Any]) -> object:
     return True
 
 
-def kinds_of(schema: object, root: dict[str, Any]) -> Kinds:
-    """Return the types of the values that `schema`, a part of `root`, allows."""
-    return _kinds_of(schema, root, _MAX_STEPS)
+KindsById = dict[tuple[int, int], Kinds]
+"""Types by the id of a schema, and by the steps that were left."""
 
 
-def _kinds_of(schema: object, root: dict[str, Any], num_steps: int) -> Kinds:
+def kinds_of(schema: object, root: dict[str, Any], known: KindsById) -> Kinds:
+    """Return the types of the values that `schema`, a part of `root`, allows.
+
+    `known` belongs to `root`: each schema is looked at once, however many refer to it.
+    """
+    return _kinds_of(schema, root, _MAX_STEPS, known)
+
+
+def _kinds_of(schema: object, root: dict[str, Any], num_steps: int, known: KindsById) -> Kinds:
     schema = resolved(schema, root)
     if not isinstance(schema, dict) or not num_steps:
         return None
+    key = id(schema), num_steps
+    if key not in known:
+        known[key] = _kinds_of_dict(schema, root, num_steps, known)
+    return known[key]
+
+
+def _kinds_of_dict(
+    schema: dict[str, Any], root: dict[str, Any], num_steps: int, known: KindsById
+) -> Kinds:
     if "const" in schema:
         return frozenset({kind_of(schema["const"])})
     if isinstance(schema.get("enum"), list) and schema["enum"]:
@@ -132,9 +216,9 @@ def _kinds_of(schema: object, root: dict[str, Any], num_steps: int) -> Kinds:
         return frozenset("number" if one == "integer" else str(one) for one in named)
     for key in ("anyOf", "oneOf"):
         if isinstance(some := schema.get(key), list):
-            return _union(_kinds_of(one, root, num_steps - 1) for one in some)
+            return _union(_kinds_of(one, root, num_steps - 1, known) for one in some)
     if isinstance(some := schema.get("allOf"), list):
-        options = [_kinds_of(one, root, num_steps - 1) for one in some]
+        options = (_kinds_of(one, root, num_steps - 1, known) for one in some)
         return next((kinds for kinds in options if kinds is not None), None)
     return _implied(schema)
 
@@ -216,7 +300,9 @@ def schema_of(tool: Tool) -> Schema:
 
 def within(schema: object, root: Schema, *, strict: bool) -> Schema:
     """Return a part of `root` as a complete schema, for `%json`."""
-    definitions: Schema = {key: root[key] for key in ("$defs", "definitions") if key in root}
     part: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {}
+    definitions: Schema = {}
+    if b'"$ref"' in orjson.dumps(part):
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     guidance = SPACING if strict else {**SPACING, **LENIENT}
     return {**definitions, **part, "x-guidance": guidance}

@@ -2,65 +2,80 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from millrace_router.errors import ToolError
 from millrace_router.tool_calls.parsing.cursor import Cursor, Give, Wait
-from millrace_router.tool_calls.parsing.json_scanner import JsonScanner
+from millrace_router.tool_calls.parsing.expression_reader import literal_json
+from millrace_router.tool_calls.parsing.json_mender import json_escaped, mended
 from millrace_router.tool_calls.parsing.lark import ANY, escaped, pattern
 from millrace_router.tool_calls.parsing.parameters import Kinds
 
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's words, which models write where a template had them."""
 _TEXT = frozenset({"string"})
 _KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 """Types by the first character; the others begin numbers."""
 _NULL = "null"
+_BRACKETS = frozenset("([{")
 
 
-def json_escaped(text: str) -> str:
-    """Return the inside of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+def read_value(
+    cursor: Cursor, kinds: Kinds, ends: Collection[str], give: Give, *, nexts: Collection[str] = ()
+) -> Wait[bool]:
+    """Pass the JSON of the text before an end on, and step over it; False if the answer ends before it.
 
-
-def read_value(cursor: Cursor, kinds: Kinds, ends: Collection[str], give: Give) -> Wait[bool]:
-    """Pass the JSON of the text before one of `ends` on, and step over the end; False if the answer ends before it.
-
-    Text that can be nothing else than a string is passed on as it comes; other text is held until its end.
+    The end is one of `ends`, or of `nexts`, which are not stepped over. Text that can be nothing else than a string is
+    passed on as it comes; other text is held until its end.
     """
-    if kinds == _TEXT:
-        give('"')
-        end = yield from cursor.copy(ends, lambda text: give(json_escaped(text)))
-        if end:
-            give('"')
-        return bool(end)
+    both = *ends, *nexts
+    if kinds == _TEXT | {_NULL} and not (yield from _may_be_null(cursor, both)):
+        kinds = _TEXT
     parts: list[str] = []
-    if kinds == _TEXT | {_NULL} and not (yield from _may_be_null(cursor, ends)):
-        return (yield from read_value(cursor, _TEXT, ends, give))
-    end = yield from cursor.copy(ends, parts.append)
-    if end:
-        give(json_of("".join(parts), kinds))
-    return bool(end)
+    is_text = kinds == _TEXT
+    if is_text:
+        give('"')
+    add: Give = (lambda text: give(json_escaped(text))) if is_text else parts.append
+    end = yield from cursor.copy(both, add)
+    if not end:
+        return False
+    if end in nexts:
+        cursor.position -= len(end)
+    give('"' if is_text else json_of("".join(parts), kinds))
+    return True
 
 
 def json_of(text: str, kinds: Kinds) -> str:
-    """Return the JSON of a whole value: itself if it is JSON of one of `kinds`, else a string."""
+    """Return the JSON of a whole value: what it reads as if that is of one of `kinds`, else a string."""
     stripped = text.strip()
-    stripped = _WORDS.get(stripped, stripped)
-    scanner = JsonScanner()
-    # A number ends with the character behind it.
-    is_json = scanner.push(f"{stripped} ") >= len(stripped) > 0 and scanner.ended
-    if is_json:
+    value = mended(stripped) or (literal_json(stripped) if stripped[:1] in _BRACKETS else None)
+    if value is None and kinds is not None and "string" not in kinds:
+        value = _word_or_number(stripped, kinds)
+    if value:
         # Reading the value would fail for very long numbers and deep nesting.
-        kind = _KINDS.get(stripped[0], "number")
+        kind = _KINDS.get(value[0], "number")
         if kind != "string" and (kinds is None or kind in kinds or "string" not in kinds):
-            return stripped
+            return value
         if kind == "string" and kinds is not None and "string" not in kinds:
-            return stripped
+            return value
     return f'"{json_escaped(text)}"'
+
+
+def _word_or_number(text: str, kinds: frozenset[str]) -> str | None:
+    """Return the JSON of a word in any case, or of one of Python's numbers; None for another text."""
+    word = text.lower()
+    if (word in {"true", "false"} and "boolean" in kinds) or (word == _NULL and _NULL in kinds):
+        return word
+    if "number" not in kinds:
+        return None
+    with suppress(ValueError):
+        return str(int(text))
+    with suppress(ValueError):
+        number = float(text)
+        return repr(number) if math.isfinite(number) else None
+    return None
 
 
 def _may_be_null(cursor: Cursor, ends: Collection[str]) -> Wait[bool]:

@@ -1,5 +1,5 @@
 """Kernels for x86 CPUs, by C++ operators for AMX, AVX-512 and AVX2, whose sources are in `csrc`.
 
 Entry point: `operators`.
-May import: kernels, device; never kernels.cuda.
+Imports: kernels, kernels.lora, millrace_proto.
 """

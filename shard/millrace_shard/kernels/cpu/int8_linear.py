@@ -1,8 +1,8 @@
-"""Linears with int8 weights and int8 activations (dynamic W8A8): half the memory of bfloat16 weights.
+"""Linears with int8 weights, half the memory of bfloat16 weights, and int8 (dynamic W8A8) or exact activations.
 
-Weights are symmetric with one scale per output; activations are symmetric with one scale for every 32 inputs of a row,
-computed at run time. A row's bits depend only on the row. The output head keeps its dtype, since its errors would
-affect the probabilities directly.
+Weights are symmetric with one scale per output; rounded activations are symmetric with one scale for every 32 inputs of
+a row, computed at run time. A row's bits depend only on the row. The output head keeps its dtype, since its errors
+would affect the probabilities directly.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import (
     AttentionBlock,
     Experts,
+    HeadsLinear,
     Kernels,
     Layer,
     Layers,
@@ -31,7 +32,7 @@ from millrace_shard.kernels.layer_blocks import ComposedBlocks
 from millrace_shard.kernels.layer_weights import AttentionWeights, LinearWeights, MlpWeights
 from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.quantized import QuantizedTensor, quantize_rows, rounded_rows
-from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.kernels.stored_weight import StoredWeight, UnreadParts
 
 ZERO = 128
 """The code of 0."""
@@ -66,6 +67,10 @@ class Int8Kernels(ComposedBlocks):
             return PlainInt8Linear(weight, bias)
         return self._kernels.linear(int8_weight(weight).dequantized().to(weight.dtype), bias)
 
+    def heads_linear(self, weight: Tensor) -> HeadsLinear:
+        """The linears of the wrapped kernels, over `weight` [heads, out, in]."""
+        return self._kernels.heads_linear(weight)
+
     def router(self, weight: Tensor) -> Linear:
         """The router of the wrapped kernels, over `weight` [E, hidden] float32."""
         return self._kernels.router(weight)
@@ -76,6 +81,12 @@ class Int8Kernels(ComposedBlocks):
 
     def head_from(self, weights: LinearWeights) -> Linear:
         return self._kernels.head_from(weights)
+
+    def attend_whole(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float
+    ) -> Tensor:
+        """The attention of the wrapped kernels."""
+        return self._kernels.attend_whole(queries, keys, values, scale=scale)
 
 
 class TiledInt8Kernels(Int8Kernels):
@@ -119,9 +130,12 @@ class TiledInt8Kernels(Int8Kernels):
 def _in_int8(weights: LinearWeights) -> LinearWeights:
     """The weights with codes of 8 bits; those that have codes keep them."""
     stored = weights.weight
+    if isinstance(stored.parts, UnreadParts):
+        return weights
     if any(isinstance(part, QuantizedTensor) for part in stored.parts):
         return weights
-    return replace(weights, weight=replace(stored, parts=(int8_weight(stored.copied()),)))
+    parts = UnreadParts(stored.shape, lambda: (int8_weight(stored.copied()),))
+    return replace(weights, weight=replace(stored, parts=parts))
 
 
 def int8_weight(weight: Tensor) -> QuantizedTensor:

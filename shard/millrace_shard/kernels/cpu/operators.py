@@ -12,8 +12,10 @@ the number of threads of a call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -22,6 +24,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import (
     AttentionBlock,
     Experts,
+    HeadsLinear,
     Layer,
     LayerCache,
     Layers,
@@ -30,9 +33,12 @@ from millrace_shard.kernels.base import (
     Reduce,
 )
 from millrace_shard.kernels.cpu import tile_blocks
+from millrace_shard.kernels.cpu.packed_weight import is_one_matrix, runs
 from millrace_shard.kernels.cpu.tile_blocks import (
+    TILE_DEPTH,
     PanelLinear,
     TiledAttention,
+    TiledHeadsLinear,
     TiledLayers,
     TiledMlp,
 )
@@ -42,9 +48,10 @@ from millrace_shard.kernels.cpu.tile_experts import (
     fits_experts,
     formats_of,
 )
+from millrace_shard.kernels.delta_rule import DeltaHeads, DeltaInputs, delta_rule
 from millrace_shard.kernels.expert_weights import ExpertsWeights
 from millrace_shard.kernels.kv_cache import is_coded, new_layer_cache
-from millrace_shard.kernels.layer_blocks import ComposedBlocks, normalise_heads
+from millrace_shard.kernels.layer_blocks import ComposedBlocks, SideBySide
 from millrace_shard.kernels.layer_weights import (
     AttentionWeights,
     HeadNorms,
@@ -52,8 +59,17 @@ from millrace_shard.kernels.layer_weights import (
     MlpWeights,
 )
 from millrace_shard.kernels.lora.adapter_table import LoraSite
-from millrace_shard.kernels.plain import FixedShapeLinear
+from millrace_shard.kernels.mamba2 import (
+    ConvWeights,
+    Mamba1Channels,
+    Mamba2Heads,
+    causal_conv,
+    mamba1,
+    mamba2,
+)
+from millrace_shard.kernels.plain import FixedShapeLinear, normalise_heads
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.states import LayerState
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 ROWS_HINT = 64
@@ -110,6 +126,10 @@ class ReorderedLinear:
 
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_STEP = 8
+HEAD_DIM_TILE = 32
+"""Heads of a multiple of it are attended by tiles."""
+HEAD_STEP = 16
+"""Channels of heads of recurrent layers are multiples of it."""
 
 
 class CpuKernels(ComposedBlocks):
@@ -117,6 +137,7 @@ class CpuKernels(ComposedBlocks):
 
     name = "cpu"
     block_size = 64
+    key_tile = 256
     capturable = True
 
     def __init__(self, *, deterministic: bool, tiles: bool = True, integer: bool = False) -> None:
@@ -147,26 +168,41 @@ class CpuKernels(ComposedBlocks):
         return super().head(weight, lora)
 
     def head_from(self, weights: LinearWeights) -> Linear:
-        """Pack the weight as `head` does; products with codes are exact."""
+        """Pack the weight as `head` does; products with codes are exact, or with activations in integers of 16 bits.
+
+        AMX has no product of those that is faster than the exact one.
+        """
         if self.tiles and weights.weight.dtype == torch.bfloat16:
-            return self._panels(weights, torch.float32, integer=False)
+            integer = self.integer and torch.ops.millrace.tile_unit() != "amx"
+            return self._panels(weights, torch.float32, integer=integer, wide=True)
         return super().head_from(weights)
 
-    def _panels(self, weights: LinearWeights, dtype: torch.dtype, *, integer: bool) -> Linear:
+    def _panels(
+        self, weights: LinearWeights, dtype: torch.dtype, *, integer: bool, wide: bool = False
+    ) -> Linear:
+        make = partial(PanelLinear, dtype=dtype, integer=integer, wide=wide)
+        if not is_one_matrix(weights, integer=integer, wide=wide):
+            return self.adapted(_apart(weights, make), weights.lora)
         if tile_blocks.fits_site(weights):
-            return PanelLinear(weights, dtype=dtype, integer=integer)
-        linear = PanelLinear(replace(weights, lora=None), dtype=dtype, integer=integer)
-        return self.adapted(linear, weights.lora)
+            return make(weights)
+        return self.adapted(make(replace(weights, lora=None)), weights.lora)
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
         """Pack the weights of the first half of a layer."""
-        if self.tiles and tile_blocks.fits_attention(weights):
+        if self.tiles and tile_blocks.fits_attention(weights, integer=self.integer):
             return TiledAttention(weights, integer=self.integer)
         return super().attention(weights)
 
+    def heads_linear(self, weight: Tensor) -> HeadsLinear:
+        """Pack `weight` [heads, out, in] for one operator, or for one call per head where widths do not fit."""
+        is_wide = weight.shape[1] % TILE_DEPTH == 0 and weight.shape[2] % TILE_DEPTH == 0
+        if self.tiles and weight.dtype == torch.bfloat16 and is_wide:
+            return TiledHeadsLinear(weight)
+        return super().heads_linear(weight)
+
     def mlp(self, weights: MlpWeights) -> MlpBlock:
         """Pack the weights of the second half of a layer."""
-        if self.tiles and tile_blocks.fits_mlp(weights):
+        if self.tiles and tile_blocks.fits_mlp(weights, integer=self.integer):
             return TiledMlp(weights, integer=self.integer)
         return super().mlp(weights)
 
@@ -174,7 +210,8 @@ class CpuKernels(ComposedBlocks):
         """Pack the experts of a layer; codes stay codes."""
         if self.tiles and fits_experts(weights):
             first, weights = weights.peeked()
-            if codes_agree(formats_of(first), integer=self.integer):
+            is_one = is_one_matrix(first.gate_up, integer=self.integer, gated=True)
+            if is_one and codes_agree(formats_of(first), integer=self.integer):
                 return TiledExperts(weights, integer=self.integer)
         return super().experts(weights)
 
@@ -194,17 +231,26 @@ class CpuKernels(ComposedBlocks):
         dtype: torch.dtype,
         device: torch.device,
         scales: tuple[float, float] = (1.0, 1.0),
+        latent_dim: int | None = None,
     ) -> LayerCache:
         """Uninitialised memory. Raises ValueError for an unsupported dtype, head dim or device."""
         is_known = dtype in DTYPES or is_coded(dtype)
-        if not is_known or head_dim % HEAD_DIM_STEP or device.type != "cpu":
+        odd = head_dim % HEAD_DIM_STEP or (latent_dim or 0) % HEAD_DIM_STEP
+        if not is_known or odd or device.type != "cpu":
             raise ValueError(f"no CPU cache of {dtype} with head_dim {head_dim} on {device}")
         shape = (num_blocks, num_kv_heads, self.block_size, head_dim)
-        return new_layer_cache(shape, shape[:-1], dtype=dtype, device=device, scales=scales)
+        form: dict[str, Any] = {"dtype": dtype, "device": device, "scales": scales}
+        return new_layer_cache(shape, shape[:-1], **form, latent_dim=latent_dim)
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
         """Zero `blocks`, since `attend` multiplies values past the end of a sequence by 0."""
         cache.zero(blocks)
+
+    def zero_rows(self, cache: LayerCache, rows: Tensor, dtype: torch.dtype) -> None:
+        """Store zeros at `rows`, by one operator."""
+        _, num_kv_heads, _, head_dim = cache.keys.shape
+        zeros = torch.zeros(head_dim, dtype=dtype).expand(len(rows), num_kv_heads, head_dim)
+        torch.ops.millrace.store(zeros, zeros, rows, cache.tensors)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis in float32, cast back, then scale."""
@@ -260,7 +306,8 @@ class CpuKernels(ComposedBlocks):
         num_tokens, num_heads, head_dim = queries.shape
         if queries.stride(2) != 1 or queries.stride(1) != head_dim:
             queries = queries.contiguous()
-        out = queries.new_empty(num_tokens, num_heads * head_dim)
+        width = head_dim if cache.latent_dim is None else cache.latent_dim
+        out = queries.new_empty(num_tokens, num_heads * width)
         torch.ops.millrace.attend(
             out,
             queries,
@@ -273,6 +320,100 @@ class CpuKernels(ComposedBlocks):
             softcap or 0.0,
             self.tiles,
             sinks,
+            batch.key_ends,
+        )
+        return out
+
+    def attend_whole(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float
+    ) -> Tensor:
+        """Attention of all queries to all keys, [N, num_heads, head_dim] each, over its own cache.
+
+        The queries belong to one sequence, and each of them sees all keys. Head dims are padded for tiles.
+        """
+        count, num_heads, head_dim = queries.shape
+        num_blocks, padding = -(-count // self.block_size), (0, -head_dim % HEAD_DIM_TILE)
+        cache = self.new_cache(
+            num_blocks=num_blocks,
+            num_kv_heads=num_heads,
+            head_dim=head_dim + padding[1],
+            dtype=queries.dtype,
+            device=queries.device,
+        )
+        # Keys past the last are multiplied by 0.
+        self.zero_blocks(cache, torch.tensor([num_blocks - 1]))
+        padded = [F.pad(each, padding).contiguous() for each in (queries, keys, values)]
+        torch.ops.millrace.store(*padded[1:], torch.arange(count), cache.tensors)
+        out = torch.empty_like(padded[0])
+        context = torch.tensor([0, count], dtype=torch.int32)
+        torch.ops.millrace.attend(
+            *(out.view(count, -1), padded[0], cache.tensors),
+            torch.arange(num_blocks, dtype=torch.int32)[None],
+            *(context, context[1:], scale, 0, 0.0, self.tiles, None),
+            context[1:].expand(count).contiguous(),
+        )
+        return out[..., :head_dim].reshape(count, num_heads * head_dim)
+
+    def delta_rule(
+        self, inputs: DeltaInputs, heads: DeltaHeads, batch: RaggedBatch, state: LayerState
+    ) -> Tensor:
+        """[T, num_values * value_dim]; heads of other widths than multiples of 16 are computed in plain torch."""
+        if heads.key_dim % HEAD_STEP or heads.value_dim % HEAD_STEP:
+            return delta_rule(inputs, heads, batch, state)
+        rows = batch.states
+        assert rows is not None
+        out = torch.empty_like(inputs.z)
+        torch.ops.millrace.delta_rule(
+            *(out, *inputs.tensors, heads.conv, heads.rates, heads.dt_bias, heads.norm, heads.eps),
+            *(state.conv, state.state, rows.pages, batch.query_starts, rows.saved),
+        )
+        return out
+
+    def causal_conv(
+        self, x: Tensor, conv: ConvWeights, batch: RaggedBatch, state: LayerState
+    ) -> Tensor:
+        """[T, channels]; channels that are not a multiple of 16 are computed in plain torch."""
+        if x.shape[1] % HEAD_STEP:
+            return causal_conv(x, conv, batch, state)
+        rows = batch.states
+        assert rows is not None
+        out, operands = torch.empty_like(x), (conv.weight, conv.bias, conv.silu, state.conv)
+        places = rows.pages, batch.query_starts, rows.saved
+        torch.ops.millrace.causal_conv(out, x.contiguous(), *operands, *places)
+        return out
+
+    def mamba2(
+        self, mixed: Tensor, dt: Tensor, heads: Mamba2Heads, batch: RaggedBatch, state: LayerState
+    ) -> Tensor:
+        """[T, heads * head_dim] float32; heads of other widths than multiples of 16 are computed in plain torch."""
+        _, num_heads, _, head_dim = state.state.shape
+        if head_dim % HEAD_STEP:
+            return mamba2(mixed, dt, heads, batch, state)
+        rows = batch.states
+        assert rows is not None
+        out = mixed.new_empty(len(mixed), num_heads * head_dim, dtype=torch.float32)
+        torch.ops.millrace.mamba2(
+            *(out, mixed, dt, heads.rates, heads.dt_bias, heads.skip, *heads.limits),
+            *(heads.num_groups, state.state, rows.pages, batch.query_starts, rows.saved),
+        )
+        return out
+
+    def mamba1(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        channels: Mamba1Channels,
+        batch: RaggedBatch,
+        state: LayerState,
+    ) -> Tensor:
+        """[T, channels] float32; channels that are not a multiple of 16 are computed in plain torch."""
+        if inputs[0].shape[1] % HEAD_STEP:
+            return mamba1(inputs, channels, batch, state)
+        rows = batch.states
+        assert rows is not None
+        out = torch.empty_like(inputs[0], dtype=torch.float32)
+        torch.ops.millrace.mamba1(
+            *(out, *inputs, channels.rates, channels.dt_bias, channels.skip),
+            *(state.state, rows.pages, batch.query_starts, rows.saved),
         )
         return out
 
@@ -281,6 +422,18 @@ class CpuKernels(ComposedBlocks):
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         torch.ops.millrace.silu_mul(out, gate_up.contiguous())
         return out
+
+
+def _apart(weights: LinearWeights, make: Callable[[LinearWeights], Linear]) -> Linear:
+    """A linear for each run of parts that is one matrix, which is slower than a single linear."""
+    stored, end, linears = weights.weight, 0, list[Linear]()
+    stored.warn("computed apart: the parts of a fused linear have no common form")
+    for parts in runs(stored.parts):
+        begin, end = end, end + sum(part.shape[0] for part in parts)
+        bias = None if weights.bias is None else weights.bias[begin:end]
+        run = LinearWeights(stored.part_of(parts, begin), bias)
+        linears.append(make(run))
+    return SideBySide(linears)
 
 
 def _stored(weight: Tensor, bias: Tensor | None) -> LinearWeights:

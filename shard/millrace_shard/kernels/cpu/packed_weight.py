@@ -1,9 +1,9 @@
 """The weight of a linear, quantised or not, packed as the operators over tiles take it.
 
 Exact products multiply bfloat16 activations with the values of the codes; tables whose values bfloat16 does not
-hold (nf4, fp4) are sums of two parts, with a relative error of at most 2^-17. Products of integers quantise activations
-to int8, with a scale for every 32 inputs of a row. The choice is made once for each weight, so a row's bits do not
-depend on the number of rows.
+hold (nf4, fp4) are sums of two parts, with a relative error of at most 2^-17. Products of integers round activations to
+integers of 8 or 16 bits, with a scale for every 32 inputs of a row. The choice is made once for each weight, so a row's
+bits do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from millrace_shard.kernels.kept_results import kept_results
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.quantized import (
+    UNIT_INPUTS,
     PlainQuantizedLinear,
     QuantizedTensor,
+    ScaleUnits,
+    fit_groups,
+    have_common_form,
     in_common_form,
     with_groups_of_multiples,
 )
-from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.kernels.stored_weight import Part, StoredWeight
 
-EXACT_STEP, INTEGER_STEP = 32, 64
+STEP = 32
 """Inputs of a step; groups are multiples of it, or half a step, or all inputs."""
-MULTIPLIERS = (1, 2)
+PANEL_OUTPUTS = 32
+MULTIPLIERS = (1, 2, 8)
 """Factors that make integers of the tables in use."""
 TOLERANCE = 2.0**-15
 """Of float32 sums, relative to the sum of absolute products."""
@@ -41,26 +47,28 @@ def packed_codes(
     parts: Sequence[QuantizedTensor],
     *,
     integer: bool,
+    wide: bool = False,
     gated: bool = False,
     warn: Callable[[str], object] = logger.warning,
 ) -> Tensor | None:
     """The concatenation of `parts` [n, in], packed; None if it has to be dequantised, and `warn` gets the reason.
 
-    `integer` requests products of integers, which are possible only for integer values. With `gated`, panels hold
-    gates and ups, as `pack_panels` lays them out.
+    `integer` requests products of integers, which are possible only for integer values; with `wide` activations have
+    16 bits, not 8. With `gated`, panels hold gates and ups, as `pack_panels` lays them out.
     """
     common = in_common_form(parts)
     if common is None:
         warn("dequantized: the parts of a fused linear have no common form")
         return None
     forms = [_for_integers(common)] if integer else []
-    forms.append(with_groups_of_multiples(common, EXACT_STEP))
+    forms.append(with_groups_of_multiples(common, STEP))
     for is_integer, form in zip((integer, False), forms, strict=False):
         if form is None:
             continue
-        if not _agrees(_Form.of(form[0], integer=is_integer)):
+        input_bytes = is_integer * (2 if wide else 1)
+        if not _agrees(_Form.of(form[0], input_bytes)):
             return None
-        return _pack(form, integer=is_integer, gated=gated)
+        return _pack(form, input_bytes, gated=gated)
     size = common[0].group_size
     warn(f"dequantized: groups of {size} inputs; kernels have multiples of 16")
     return None
@@ -74,7 +82,7 @@ def has_integer_products(weight: QuantizedTensor) -> bool:
 
 def _for_integers(parts: list[QuantizedTensor]) -> list[QuantizedTensor] | None:
     """The parts with integer values and groups for integer products; None where there are none."""
-    grouped = with_groups_of_multiples(parts, INTEGER_STEP)
+    grouped = with_groups_of_multiples(parts, STEP)
     values = parts[0].values
     if grouped is None or not bool(values.isfinite().all()):
         return None
@@ -85,16 +93,23 @@ def _for_integers(parts: list[QuantizedTensor]) -> list[QuantizedTensor] | None:
     for factor in MULTIPLIERS:
         scaled = values * factor
         if bool(((scaled == scaled.round()) & (scaled.abs() < 128)).all()):
-            return [
-                replace(part, values=scaled, scales=part.scales / factor) if factor != 1 else part
-                for part in grouped
-            ]
+            return [_multiplied(part, factor) if factor != 1 else part for part in grouped]
     return None
 
 
-def _pack(parts: list[QuantizedTensor], *, integer: bool, gated: bool) -> Tensor:
+def _multiplied(part: QuantizedTensor, factor: int) -> QuantizedTensor:
+    """The part with a table that is multiplied by `factor`, a power of two, and scales that are divided by it."""
+    units = part.units and replace(part.units, scales=part.units.scales / factor)
+    return replace(part, values=part.values * factor, scales=part.scales / factor, units=units)
+
+
+def _pack(parts: list[QuantizedTensor], input_bytes: int, *, gated: bool) -> Tensor:
+    """The concatenation of `parts`, for activations in integers of `input_bytes` bytes, or exact ones if it is 0."""
     first = parts[0]
     offsets = [part.offsets for part in parts if part.offsets is not None]
+    units = [part.units for part in parts if part.units is not None]
+    if len(units) < len(parts):
+        units = []
     order = torch.empty(0, dtype=torch.int64) if first.input_order is None else first.input_order
     packed: Tensor = torch.ops.millrace.pack_codes(
         # Codes that were made of a transposed weight are transposed.
@@ -105,7 +120,9 @@ def _pack(parts: list[QuantizedTensor], *, integer: bool, gated: bool) -> Tensor
         first.group_size,
         order,
         gated,
-        integer,
+        input_bytes,
+        [each.scales.contiguous() for each in units],
+        [each.offsets.contiguous() for each in units] if offsets else [],
     )
     return packed
 
@@ -119,17 +136,19 @@ class _Form:
     values: tuple[float, ...]
     has_offsets: bool
     has_order: bool
-    integer: bool
+    has_units: bool
+    input_bytes: int
 
     @classmethod
-    def of(cls, part: QuantizedTensor, *, integer: bool) -> _Form:
+    def of(cls, part: QuantizedTensor, input_bytes: int) -> _Form:
         return cls(
             inputs=part.shape[1],
             group_size=part.group_size,
             values=tuple(part.values.nan_to_num(0.0).tolist()),
             has_offsets=part.offsets is not None,
             has_order=part.input_order is not None,
-            integer=integer,
+            has_units=part.units is not None,
+            input_bytes=input_bytes,
         )
 
     def random(self, generator: torch.Generator) -> QuantizedTensor:
@@ -138,28 +157,42 @@ class _Form:
         codes = torch.randint(len(values), (CHECKED_OUTPUTS, inputs), generator=generator)
         shape = CHECKED_OUTPUTS, -(-inputs // self.group_size)
         scales, offsets = (torch.rand(shape, generator=generator) for _ in range(2))
+        units = None
+        if self.has_units:
+            shape = CHECKED_OUTPUTS, -(-inputs // UNIT_INPUTS)
+            of_scales, of_offsets = (torch.rand(shape, generator=generator) for _ in range(2))
+            units = ScaleUnits(of_scales, of_offsets).each(lambda each: each.half().float() / 64)
+            group = torch.arange(0, inputs, self.group_size) // UNIT_INPUTS
+            scales = (scales * 64).ceil() * units.scales[:, group]
+            offsets = (offsets * 64).ceil() * units.offsets[:, group]
         order = torch.randperm(inputs, generator=generator)
         return QuantizedTensor(
             codes=codes.to(torch.uint8),
             values=values,
-            scales=scales / values.abs().max(),
-            offsets=offsets - 0.5 if self.has_offsets else None,
+            scales=scales if self.has_units else scales / values.abs().max(),
+            offsets=offsets - (0.0 if self.has_units else 0.5) if self.has_offsets else None,
             group_size=self.group_size,
             input_order=order if self.has_order else None,
+            units=units,
         )
 
 
 @functools.cache
 def _agrees(form: _Form) -> bool:
+    return kept_results().passed(f"packed weight {form}", lambda: _is_like_plain(form))
+
+
+def _is_like_plain(form: _Form) -> bool:
     """Compare the operator with the plain twin on a small weight of this form, and rows with themselves."""
     generator = torch.Generator().manual_seed(0)
     weight = form.random(generator)
     x = torch.randn(max(CHECKED_ROWS), form.inputs, generator=generator).bfloat16()
-    expected = PlainQuantizedLinear(weight, None, integer=form.integer)(x)
+    # Rounding to 16 bits is within the tolerance.
+    expected = PlainQuantizedLinear(weight, None, integer=form.input_bytes == 1)(x)
     size = x.double().abs() @ weight.dequantized().double().abs().T
     if weight.offsets is not None:
         size += x.double().abs().sum(1, keepdim=True)
-    packed = _pack([weight], integer=form.integer, gated=False)
+    packed = _pack([weight], form.input_bytes, gated=False)
     whole = None
     for rows in sorted(CHECKED_ROWS, reverse=True):
         y = torch.empty(rows, CHECKED_OUTPUTS)
@@ -177,27 +210,102 @@ def _agrees(form: _Form) -> bool:
 
 
 def packed(
-    weights: LinearWeights,
-    *,
-    integer: bool,
-    gated: bool = False,
-    warn: Callable[[str], object] = logger.warning,
+    weights: LinearWeights, *, integer: bool, wide: bool = False, gated: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Packed weight and bias: codes stay codes, and are multiplied as in `packed_codes`.
+    """Packed weight and bias: codes stay codes, and are multiplied as in `packed_codes`, also in several forms.
 
-    The weight is packed directly from the mapped file if it needs no conversion. `warn` gets the reason if codes have
-    to be dequantised.
+    The weight is packed directly from the mapped file if it needs no conversion, and not read at all if an earlier
+    start has kept it.
     """
-    stored = weights.weight
+    stored, bias = weights.weight, or_empty(weights.bias)
+    route = _route(integer=integer, wide=wide, gated=gated)
+    kept = stored.packed(route)
+    if kept is not None:
+        return kept, bias
     codes = [part for part in stored.parts if isinstance(part, QuantizedTensor)]
-    bias = or_empty(weights.bias)
     if len(codes) == len(stored.parts):
-        coded = packed_codes(codes, integer=integer, gated=gated, warn=warn)
+        coded = _joined(codes, integer=integer, wide=wide, gated=gated, warn=stored.warn)
         if coded is not None:
+            stored.keep(route, coded)
             return coded, bias
     elif codes:
-        warn("dequantized: some parts of a fused linear are not quantized")
+        stored.warn("dequantized: some parts of a fused linear are not quantized")
     return torch.ops.millrace.pack_panels(_unpacked_parts(stored), gated), bias
+
+
+def is_one_matrix(
+    weights: LinearWeights, *, integer: bool, wide: bool = False, gated: bool = False
+) -> bool:
+    """Whether `packed` packs all parts as they are; else `runs` are packed each for itself."""
+    stored = weights.weight
+    if stored.has_packed(_route(integer=integer, wide=wide, gated=gated)):
+        return True
+    return len(runs(stored.parts)) == 1 or (not gated and len(_forms(stored.parts)) > 0)
+
+
+def _forms(parts: Sequence[Part]) -> list[list[QuantizedTensor]]:
+    """`parts` in runs of neighbours of one format, if kernels multiply all of them and all but the last fill panels."""
+    found: list[list[QuantizedTensor]] = []
+    for part in parts:
+        if not isinstance(part, QuantizedTensor) or not fit_groups([part], STEP):
+            return []
+        if found and _format(found[-1][0]) == _format(part):
+            found[-1].append(part)
+        elif part.input_order is None:
+            found.append([part])
+        else:
+            return []
+    fills = (sum(part.shape[0] for part in run) % PANEL_OUTPUTS == 0 for run in found[:-1])
+    return found if all(fills) else []
+
+
+def _format(part: QuantizedTensor) -> tuple[object, ...]:
+    has_offsets, has_units = part.offsets is not None, part.units is not None
+    return tuple(part.values.tolist()), part.group_size, has_offsets, has_units
+
+
+def _joined(
+    codes: Sequence[QuantizedTensor],
+    *,
+    integer: bool,
+    wide: bool,
+    gated: bool,
+    warn: Callable[[str], object],
+) -> Tensor | None:
+    """The weight with each of `_forms` as it is: a common form has more bits. Without forms, in a common form."""
+    forms = [] if gated else _forms(codes)
+    if len(forms) < 2:
+        return packed_codes(codes, integer=integer, wide=wide, gated=gated, warn=warn)
+    packs = [packed_codes(each, integer=integer, wide=wide, warn=warn) for each in forms]
+    whole = [pack for pack in packs if pack is not None]
+    if len(whole) < len(packs):
+        return None
+    joined: Tensor = torch.ops.millrace.join_codes(whole)
+    return joined
+
+
+def runs(parts: Sequence[Part]) -> list[list[Part]]:
+    """`parts` in runs of neighbours that one packed weight holds as they are."""
+    found: list[list[Part]] = []
+    for part in parts:
+        if found and _are_one([*found[-1], part]):
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+def _are_one(parts: Sequence[Part]) -> bool:
+    codes = [part for part in parts if isinstance(part, QuantizedTensor)]
+    if len(codes) < len(parts):
+        return not codes
+    fit = [fit_groups([part], STEP) for part in codes]
+    return have_common_form(codes) and fit_groups(codes, STEP) == any(fit)
+
+
+def _route(*, integer: bool, wide: bool, gated: bool) -> str:
+    products = "exact" if not integer else "int16" if wide else "int8"
+    return f"{products}{' gated' if gated else ''}"
 
 
 def _unpacked_parts(weight: StoredWeight) -> Sequence[Tensor]:

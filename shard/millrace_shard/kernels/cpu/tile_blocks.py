@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.base import Layer, LayerCache
-from millrace_shard.kernels.cpu.packed_weight import or_empty, packed
+from millrace_shard.kernels.cpu.packed_weight import is_one_matrix, or_empty, packed
 from millrace_shard.kernels.layer_weights import (
     Activation,
     AttentionWeights,
@@ -33,7 +33,7 @@ ATTENTION_PARTS, MLP_PARTS = (3, 1), (2, 1)
 """Modules of the linears of each half, all of which may have adapters."""
 
 
-def fits_attention(weights: AttentionWeights) -> bool:
+def fits_attention(weights: AttentionWeights, *, integer: bool = False) -> bool:
     """Whether TiledAttention takes these weights."""
     weight = weights.qkv.weight
     return (
@@ -41,11 +41,15 @@ def fits_attention(weights: AttentionWeights) -> bool:
         and weight.shape[1] % TILE_DEPTH == 0
         and weights.head_dim % TILE_DEPTH == 0
         and weights.softcap is None
+        and weights.chunks is None
+        and weights.clip is None
+        and not weights.has_gate
         and weights.has_plain_heads
         and _have_one_eps(weights)
         and weights.norm is not None
         and replace(weights.norm, wide=False).is_plain
         and _fit_sites(weights.qkv, weights.out, ATTENTION_PARTS)
+        and is_one_matrix(weights.qkv, integer=integer)
     )
 
 
@@ -56,7 +60,7 @@ def _have_one_eps(weights: AttentionWeights) -> bool:
     return len(eps) == 1
 
 
-def fits_mlp(weights: MlpWeights) -> bool:
+def fits_mlp(weights: MlpWeights, *, integer: bool = False) -> bool:
     """Whether TiledMlp takes these weights."""
     weight = weights.gate_up.weight
     return (
@@ -64,9 +68,11 @@ def fits_mlp(weights: MlpWeights) -> bool:
         and weight.shape[1] % TILE_DEPTH == 0
         and weight.shape[0] % (2 * TILE_COLUMNS) == 0
         and weights.activation is Activation.SILU
+        and set(weights.multipliers) == {1.0}
         and weights.norm is not None
         and weights.norm.is_plain
         and _fit_sites(weights.gate_up, weights.down, MLP_PARTS)
+        and is_one_matrix(weights.gate_up, integer=integer, gated=True)
     )
 
 
@@ -100,10 +106,11 @@ class PanelLinear:
         *,
         dtype: torch.dtype = torch.bfloat16,
         integer: bool = False,
+        wide: bool = False,
     ) -> None:
         self._out = weights.weight.shape[0]
         self._dtype = dtype
-        self._packed, self._bias = packed(weights, integer=integer)
+        self._packed, self._bias = packed(weights, integer=integer, wide=wide)
         self._lora = _site(weights)
         parts = () if self._lora is None else self._lora.parts
         self._lora_starts = [part.first_output for part in parts]
@@ -120,6 +127,18 @@ class PanelLinear:
                 *operands, *_adapters(self._lora), lora_starts=self._lora_starts
             )
         return y
+
+
+class TiledHeadsLinear:
+    """A linear for each head over weights in panels, in one parallel region."""
+
+    def __init__(self, weight: Tensor) -> None:
+        rows = weight.contiguous().flatten(0, 1)
+        self._packed = torch.ops.millrace.pack_panels([rows], gated=False)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write the results of `x` [T, heads, in] to `out` [T, heads, out], whose last axes are contiguous."""
+        torch.ops.millrace.heads_linear(out, x, self._packed)
 
 
 class TiledAttention:
@@ -156,6 +175,7 @@ class TiledAttention:
         """[T, hidden], in the memory of `x` if given; `residual` is changed in place."""
         y = torch.empty_like(residual) if x is None else x
         norm, *others = self.weights
+        rope, rows = batch.rotated_by(self.rope)
         torch.ops.millrace.attention_block(
             y,
             self._nothing if x is None else x,
@@ -163,8 +183,8 @@ class TiledAttention:
             norm,
             self.eps,
             *others,
-            self.rope,
-            batch.positions,
+            rope,
+            rows,
             batch.cache_rows,
             cache.tensors,
             batch.block_tables,
@@ -175,6 +195,7 @@ class TiledAttention:
             self.window,
             *_adapters(self.lora),
             **self._options,
+            key_ends=batch.key_ends,
         )
         return y
 
@@ -208,6 +229,7 @@ class TiledLayers:
 
     def __init__(self, halves: Sequence[tuple[TiledAttention, TiledMlp]]) -> None:
         first, _ = halves[0]
+        self._halves = halves
         self._weights = [weight for pair in halves for half in pair for weight in half.weights]
         self._eps, self._rope = first.eps, first.rope
         self._num_heads, self._scale = first.num_heads, first.scale
@@ -218,15 +240,19 @@ class TiledLayers:
         self, residual: Tensor, batch: RaggedBatch, caches: Sequence[LayerCache]
     ) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""
+        if len({cache.group for cache in caches}) > 1 or batch.key_ends is not None:
+            return self._one_by_one(residual, batch, caches)
+        batch = batch.of_group(caches[0].group)
         y = torch.empty_like(residual)
+        rope, rows = batch.rotated_by(self._rope)
         torch.ops.millrace.decoder_layers(
             y,
             residual,
             self._weights,
             [each for cache in caches for each in cache.tensors],
             self._eps,
-            self._rope,
-            batch.positions,
+            rope,
+            rows,
             batch.cache_rows,
             batch.block_tables,
             batch.query_starts,
@@ -237,6 +263,16 @@ class TiledLayers:
             *_adapters(self._lora),
         )
         return y
+
+    def _one_by_one(
+        self, residual: Tensor, batch: RaggedBatch, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """The same for layers whose blocks have different tables, and for queries that see later keys."""
+        x: Tensor | None = None
+        for (attention, mlp), cache in zip(self._halves, caches, strict=True):
+            x = mlp(attention(x, residual, batch.of_group(cache.group), cache), residual)
+        assert x is not None, "a decoder has layers"
+        return x
 
 
 def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp]] | None:

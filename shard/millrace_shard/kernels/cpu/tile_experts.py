@@ -20,6 +20,7 @@ from millrace_shard.kernels.cpu.packed_weight import has_integer_products, packe
 from millrace_shard.kernels.cpu.tile_blocks import TILE_COLUMNS, TILE_DEPTH
 from millrace_shard.kernels.expert_weights import ExpertsWeights, ExpertWeights, Scoring
 from millrace_shard.kernels.experts_agreement import Formats
+from millrace_shard.kernels.kept_results import kept_results
 from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.layer_weights import Activation, ClampedSwiglu, LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
@@ -39,6 +40,7 @@ def fits_experts(weights: ExpertsWeights) -> bool:
         and weights.router.weight.shape[1] % TILE_DEPTH == 0
         and weights.inter % TILE_COLUMNS == 0
         and weights.router.rule.num_groups <= MOST_GROUPS
+        and weights.is_usual
         and weights.activation is not Activation.GELU_TANH
     )
 
@@ -48,16 +50,10 @@ class TiledExperts:
 
     def __init__(self, weights: ExpertsWeights, *, integer: bool = False) -> None:
         hidden, inter = weights.router.weight.shape[1], weights.inter
-        # Log lines are for each reason, not for each expert.
-        reasons: dict[str, None] = {}
         gates_ups, downs = [], []
         for expert in weights.experts:
-            gates_ups.append(
-                packed(expert.gate_up, integer=integer, gated=True, warn=reasons.setdefault)
-            )
-            downs.append(packed(expert.down, integer=integer, warn=reasons.setdefault))
-        for reason in reasons:
-            logger.warning("experts: %s", reason)
+            gates_ups.append(packed(expert.gate_up, integer=integer, gated=True))
+            downs.append(packed(expert.down, integer=integer))
         self._weights = [weight for weight, _ in (*gates_ups, *downs)]
         """Tensors whose memory the tables point to."""
         router, rule = weights.router, weights.router.rule
@@ -66,7 +62,10 @@ class TiledExperts:
             router.weight.contiguous(),
             _or_empty(router.bias),
             _or_empty(router.correction),
-            [rule.top_k, scoring, int(rule.renormalise), rule.num_groups, rule.top_groups],
+            [
+                *(rule.top_k, scoring, int(rule.renormalise)),
+                *(rule.num_groups, rule.top_groups, rule.group_members),
+            ],
             rule.scale,
         )
         activation = weights.activation
@@ -120,6 +119,11 @@ def codes_agree(formats: Formats, *, integer: bool) -> bool:
     """
     if formats == (None, None):
         return True
+    name = f"experts {formats} {integer}"
+    return kept_results().passed(name, lambda: _codes_agree(formats, integer=integer))
+
+
+def _codes_agree(formats: Formats, *, integer: bool) -> bool:
     for rule in experts_agreement.RULES:
         ours, theirs = (
             experts_agreement.experts_weights(Random(DTYPE, CPU), DTYPE, rule, formats=formats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -12,15 +12,38 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.cuda.triton_attention import attend_spans, attend_tiles, fold_spans
-from millrace_shard.kernels.cuda.triton_softmax import LONG_SPAN, NUM_SHORT_SPANS, SHORT_SPAN
+from millrace_shard.kernels.cuda.triton_codes import kind_of_codes, stored
+from millrace_shard.kernels.cuda.triton_softmax import (
+    LONG_SPAN,
+    MIDDLE_SPAN,
+    NUM_MIDDLE_SPANS,
+    NUM_SHORT_SPANS,
+    SHORT_SPAN,
+)
+from millrace_shard.kernels.cuda.varlen_attention import VarlenAttention
 from millrace_shard.kernels.ragged import RaggedBatch
 
 PROGRAMS = 4096
 """Programs that share the spans of all single queries: several waves over the multiprocessors of any GPU."""
 LEAST_SHARED_BYTES = 101376
-"""Shared memory per thread block on GPUs of compute capability 8.6 and 8.9, which have the least."""
+"""Shared memory per thread block on GPUs of compute capability 8.6, 8.9 and 12.0, which have the least."""
+WEIGHT_BYTES = 4
+"""Of a key's weight at most."""
 MIN_ROWS = 16
 """Rows of the smallest matrix product of the tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The shared memory of a thread block on a GPU of a compute capability."""
+
+    num_bytes: int
+    capability: tuple[int, int]
+
+    @property
+    def free_stages(self) -> int:
+        """Stages of a loop that need no buffer: one where tensor cores take their operands from registers."""
+        return int(self.capability[0] not in (9, 10, 11))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +57,16 @@ class Tiling:
     num_warps: int
     num_stages: int
 
-    def fitted(self, group: int, head_bytes: int, shared_bytes: int) -> Tiling:
-        """The tiling adjusted to hold a query of `group` heads, and at least two stages in `shared_bytes`."""
+    def fitted(self, group: int, head_bytes: int, memory: SharedMemory) -> Tiling:
+        """The tiling adjusted to hold a query of `group` heads, and at least two stages."""
         least = max(MIN_ROWS, triton.next_power_of_2(group))
         stage = 2 * self.chunk * head_bytes
         rows = max(self.rows, least)
-        while rows > least and rows * head_bytes + 2 * stage > shared_bytes:
+        while rows > least and rows * head_bytes + 2 * stage > memory.num_bytes:
             rows //= 2
-        stages = (shared_bytes - rows * head_bytes) // stage
+        # Where warps share rows, the weights of a chunk go from one to another through shared memory.
+        weights = rows * self.chunk * WEIGHT_BYTES if self.num_warps * MIN_ROWS > rows else 0
+        stages = (memory.num_bytes - rows * head_bytes - weights) // stage + memory.free_stages
         return Tiling(rows, self.chunk, self.num_warps, max(2, min(self.num_stages, stages)))
 
 
@@ -65,6 +90,12 @@ def tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
     return Tiling(rows=128, chunk=64, num_warps=8, num_stages=3)
 
 
+def coded_tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
+    """The same over codes, whose numbers take registers: longer chunks would spill them."""
+    tiling = tile_tiling(dtype, head_dim)
+    return replace(tiling, chunk=min(tiling.chunk, 32))
+
+
 def span_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
     """The tiling for single queries, which are bound by bandwidth."""
     if dtype == torch.float32 or head_dim > 128:
@@ -85,15 +116,21 @@ def fixed_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
 def max_spans(num_keys: int) -> int:
     """The number of spans that contain `num_keys` positions."""
     short = min(num_keys, NUM_SHORT_SPANS * SHORT_SPAN)
-    return -(-short // SHORT_SPAN) + -(-(num_keys - short) // LONG_SPAN)
+    middle = min(num_keys - short, NUM_MIDDLE_SPANS * MIDDLE_SPAN)
+    parts = (short, SHORT_SPAN), (middle, MIDDLE_SPAN), (num_keys - short - middle, LONG_SPAN)
+    return sum(-(-keys // size) for keys, size in parts)
 
 
 class PagedAttention:
     """Attention of one step's queries over one layer's cache [num_blocks, block_size, K, head_dim]."""
 
-    def __init__(self, *, deterministic: bool) -> None:
-        """If deterministic, all queries use one tiling, so that a row has the same bits in a prompt and alone."""
+    def __init__(self, *, deterministic: bool, varlen: VarlenAttention | None = None) -> None:
+        """If deterministic, all queries use one tiling, so that a row has the same bits in a prompt and alone.
+
+        `varlen` computes the prompts that it takes.
+        """
         self._deterministic = deterministic
+        self._varlen = varlen
 
     def __call__(
         self, queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: AttentionRule
@@ -102,7 +139,12 @@ class PagedAttention:
         out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
         num_singles = batch.num_queries.count(1)
         if num_singles < len(batch.num_queries):
-            self._tiles(out, queries, batch, cache, rule)
+            varlen = self._varlen
+            is_plain = rule.softcap is None and rule.sinks is None and cache.scales is None
+            if varlen is not None and is_plain and varlen.takes(queries, batch, rule.window):
+                varlen(out, queries, batch, cache, scale=rule.scale, window=rule.window)
+            else:
+                self._tiles(out, queries, batch, cache, rule)
         if num_singles:
             self._spans(out, queries, batch, cache, rule)
         return out
@@ -115,7 +157,7 @@ class PagedAttention:
         return tiling.fitted(
             num_heads // cache.keys.shape[2],
             triton.next_power_of_2(head_dim) * queries.element_size(),
-            _shared_bytes(queries.device),
+            _shared_memory(queries.device),
         )
 
     def _tiles(
@@ -128,16 +170,19 @@ class PagedAttention:
     ) -> None:
         num_tokens, num_heads, _ = queries.shape
         num_kv_heads = cache.keys.shape[2]
-        tiling = self._tiling(tile_tiling, queries, cache)
+        choose = tile_tiling if cache.scales is None else coded_tile_tiling
+        tiling = self._tiling(choose, queries, cache)
         tokens_per_tile = tiling.rows // (num_heads // num_kv_heads)
         num_sequences = len(batch.num_queries)
         attend_tiles[(num_tokens // tokens_per_tile + num_sequences, num_kv_heads)](
             out,
             *_inputs(queries, batch, cache, rule),
             queries if rule.sinks is None else rule.sinks,
+            batch.query_starts if batch.key_ends is None else batch.key_ends,
             num_sequences,
             *_strides(queries, batch, cache),
             has_sinks=rule.sinks is not None,
+            has_ends=batch.key_ends is not None,
             in_spans=self._deterministic,
             **_constants(queries, cache, rule, tiling),
         )
@@ -189,12 +234,13 @@ class PagedAttention:
 
 
 @functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    """The maximal shared memory of a thread block; under Triton's interpreter, a Hopper GPU's."""
+def _shared_memory(device: torch.device) -> SharedMemory:
+    """The most that a thread block may have; under Triton's interpreter, a Hopper GPU's."""
     if device.type != "cuda":
-        return 232448
+        return SharedMemory(232448, (9, 0))
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
+    num_bytes = int(getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
+    return SharedMemory(num_bytes, (properties.major, properties.minor))
 
 
 def _inputs(
@@ -202,8 +248,7 @@ def _inputs(
 ) -> tuple[Tensor | float, ...]:
     return (
         queries,
-        cache.keys,
-        cache.values,
+        *stored(cache),
         batch.block_tables,
         batch.query_starts,
         batch.context_lengths,
@@ -234,6 +279,7 @@ def _constants(
         "has_window": rule.window is not None,
         "has_cap": rule.softcap is not None,
         "precision": "ieee",
+        "codes": kind_of_codes(cache),
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
     }

@@ -7,41 +7,55 @@ import triton
 from torch import Tensor
 
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.cuda.linear_tilings import row_tiling
+from millrace_shard.kernels.cuda.expert_stack import ExpertStack, Groups
 from millrace_shard.kernels.cuda.triton_choice import choose, group_pairs
 from millrace_shard.kernels.cuda.triton_experts import (
     add_experts,
     clamped_swiglu,
-    multiply_experts,
 )
 from millrace_shard.kernels.expert_weights import ExpertsWeights, Scoring
-from millrace_shard.kernels.layer_weights import ClampedSwiglu
+from millrace_shard.kernels.layer_weights import ClampedSwiglu, gate_function
 
 COLUMNS = 1024
 """Columns per program of the kernels without products."""
+MANY_ROWS = 256
+"""Rows of experts from which fast mode stores results in bfloat16: with many, a step writes and reads them at the
+memory's speed."""
+LEAST_ROWS = 64
+"""Rows of an expert, on average, from which torch's products are worth the copies into the order of the experts."""
 
 
 class GroupedExperts:
     """Router, experts and their sum; the rows of an expert are multiplied together."""
 
-    def __init__(self, kernels: Kernels, weights: ExpertsWeights) -> None:
-        """`kernels` computes the logits of the router, and all gates but gpt-oss's."""
+    def __init__(
+        self, kernels: Kernels, weights: ExpertsWeights, *, by_torch: bool = False
+    ) -> None:
+        """`kernels` computes the logits of the router, and all gates but gpt-oss's.
+
+        `by_torch`, torch's grouped products multiply many rows, if weights are plain, see `ExpertStack.is_plain`.
+        """
         self._router = weights.router
+        self._is_fast = not kernels.deterministic
         self._logits = kernels.router(weights.router.weight)
-        self._silu_mul, self._activation = kernels.silu_mul, weights.activation
-        count, hidden = weights.router.weight.shape
-        device, inter = weights.router.weight.device, weights.inter
-        self._gate_up, self._down = (
-            torch.empty(count, *shape, dtype=weights.dtype, device=device)
-            for shape in ((2 * inter, hidden), (hidden, inter))
+        self._gates, self._activation = (
+            gate_function(kernels, weights.activation),
+            weights.activation,
         )
-        self._gate_up_bias: Tensor | None = None
-        self._down_bias: Tensor | None = None
+        count = weights.num_experts
+        self._gate_up, self._down = ExpertStack(count), ExpertStack(count)
         for index, expert in enumerate(weights.experts):
-            self._gate_up[index] = expert.gate_up.weight.copied()
-            self._down[index] = expert.down.weight.copied()
-            self._gate_up_bias = _with(self._gate_up_bias, index, count, expert.gate_up.bias)
-            self._down_bias = _with(self._down_bias, index, count, expert.down.bias)
+            self._gate_up.add(index, expert.gate_up)
+            self._down.add(index, expert.down)
+        self._gate_up.finish()
+        self._down.finish()
+        stacks = self._gate_up, self._down
+        self._by_torch = by_torch and all(each.is_plain for each in stacks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the experts."""
+        return self._gate_up.num_bytes + self._down.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
@@ -53,17 +67,37 @@ class GroupedExperts:
         order = torch.empty(chosen.numel(), dtype=torch.int32, device=x.device)
         starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
         group_pairs[(count,)](order, starts, chosen, chosen.numel(), num_warps=4)
-        groups = order, starts
-        gate_up = x.new_empty(chosen.numel(), self._gate_up.shape[1])
-        _multiply(gate_up, x.contiguous(), self._gate_up, self._gate_up_bias, groups, top_k)
-        gated = self._activate(gate_up)
-        results = x.new_empty(chosen.numel(), x.shape[1], dtype=torch.float32)
-        _multiply(results, gated, self._down, self._down_bias, groups, 1)
+        if self._by_torch and chosen.numel() >= LEAST_ROWS * count:
+            results = self._multiply_sorted(x, order.long(), starts)
+        else:
+            results = self._multiply(x, (order, starts))
         grid = len(x), triton.cdiv(x.shape[1], COLUMNS)
         add_experts[grid](
             out, results, shares, x.shape[1], top_k=top_k, columns=COLUMNS, num_warps=4
         )
         return out
+
+    def _multiply(self, x: Tensor, groups: Groups) -> Tensor:
+        """What the experts make of each pair, [pairs, hidden]."""
+        (num_pairs,), top_k = groups[0].shape, self._router.rule.top_k
+        gate_up = x.new_empty(num_pairs, self._gate_up.num_outputs)
+        self._gate_up.multiply(gate_up, x.contiguous(), groups, top_k)
+        gated = self._activate(gate_up)
+        results = x.new_empty(num_pairs, x.shape[1], dtype=self._dtype_of_results(gated))
+        self._down.multiply(results, gated, groups, 1)
+        return results
+
+    def _multiply_sorted(self, x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        """As `_multiply`, in the dtype of `x`: the pairs stay in the order of the experts between both products."""
+        rows = x.index_select(0, order // self._router.rule.top_k)
+        gated = self._activate(self._gate_up.multiply_sorted(rows, starts))
+        in_order = self._down.multiply_sorted(gated, starts)
+        return torch.empty_like(in_order).index_copy_(0, order, in_order)
+
+    def _dtype_of_results(self, gated: Tensor) -> torch.dtype:
+        """Of products with experts, before they are added. Float16 might not have their range."""
+        is_narrow = self._is_fast and gated.dtype == torch.bfloat16 and len(gated) >= MANY_ROWS
+        return gated.dtype if is_narrow else torch.float32
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         router, rule = self._router, self._router.rule
@@ -82,6 +116,7 @@ class GroupedExperts:
             renormalise=rule.renormalise,
             groups=rule.num_groups,
             top_groups=rule.top_groups,
+            members=rule.group_members,
             has_bias=router.bias is not None,
             has_correction=router.correction is not None,
             num_warps=1,
@@ -92,7 +127,7 @@ class GroupedExperts:
         """[pairs, 2 * inter], gates first, to [pairs, inter]."""
         activation = self._activation
         if not isinstance(activation, ClampedSwiglu):
-            return self._silu_mul(gate_up)
+            return self._gates(gate_up)
         inter = gate_up.shape[1] // 2
         out = gate_up.new_empty(len(gate_up), inter)
         clamped_swiglu[(len(out), triton.cdiv(inter, COLUMNS))](
@@ -105,44 +140,3 @@ class GroupedExperts:
             num_warps=4,
         )
         return out
-
-
-def _multiply(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    groups: tuple[Tensor, Tensor],
-    pairs_per_row: int,
-) -> None:
-    """Multiply the rows of every expert; `groups` holds their order and starts."""
-    num_experts, num_outputs, num_inputs = weight.shape
-    tiling = row_tiling(x.dtype, max(1, len(out) // num_experts))
-    slots = len(out) // tiling.rows + num_experts
-    multiply_experts[(slots, triton.cdiv(num_outputs, tiling.outputs))](
-        out,
-        x,
-        weight,
-        weight if bias is None else bias,
-        *groups,
-        num_experts,
-        num_outputs,
-        num_inputs,
-        pairs_per_row=pairs_per_row,
-        has_bias=bias is not None,
-        rows=tiling.rows,
-        outputs=tiling.outputs,
-        inputs=tiling.inputs,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
-
-
-def _with(biases: Tensor | None, index: int, count: int, bias: Tensor | None) -> Tensor | None:
-    """`biases` [count, n] with the bias of expert `index`; None if experts have none."""
-    if bias is None:
-        return biases
-    if biases is None:
-        biases = bias.new_zeros(count, len(bias))
-    biases[index] = bias
-    return biases

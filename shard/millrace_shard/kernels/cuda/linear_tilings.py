@@ -39,6 +39,11 @@ TENSOR_CORES = (
 )
 """For few rows, for more than 16, and for many. All use one instruction of the tensor cores, which takes 64 outputs."""
 
+PROMPTS = RowTiling(rows=256, outputs=128, inputs=64, num_warps=8, num_stages=3)
+"""For prompts, where one program would add one part: two sums of so large a tile do not fit into registers."""
+PROMPT_ROWS = 1024
+"""With fewer rows, its tiles occupy a GPU less well than smaller ones, which read a quarter more from the caches."""
+
 
 def part_length(num_outputs: int, num_inputs: int) -> int:
     """Inputs per part; the sums of parts are added in order, so the split decides the bits."""
@@ -47,10 +52,11 @@ def part_length(num_outputs: int, num_inputs: int) -> int:
     return -(-length // PART_STEP) * PART_STEP
 
 
-def row_tiling(dtype: torch.dtype, num_rows: int) -> RowTiling:
+def row_tiling(dtype: torch.dtype, num_rows: int, *, has_one_sum: bool = False) -> RowTiling:
+    """The tile for `num_rows`; `has_one_sum`: a program has the sum of one part of the inputs, and no other."""
     if dtype == torch.float32:
         return FLOAT32
     few, some, many = TENSOR_CORES
     if num_rows >= MANY_ROWS:
-        return many
+        return PROMPTS if has_one_sum and num_rows >= PROMPT_ROWS else many
     return few if num_rows <= few.rows else some

@@ -8,26 +8,28 @@ so a step of single queries may be captured in a CUDA graph and replayed over ot
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from millrace_shard.kernels.base import Experts, LayerCache, Linear
 from millrace_shard.kernels.cuda import (
     triton_penalties,
     triton_rope,
     triton_rows,
+    triton_states,
     triton_thresholds,
 )
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
 from millrace_shard.kernels.cuda.grouped_experts import GroupedExperts
 from millrace_shard.kernels.cuda.quantized_linear import has_codes, linear_of_parts
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
+from millrace_shard.kernels.cuda.varlen_attention import VarlenAttention
 from millrace_shard.kernels.expert_weights import ExpertsWeights
+from millrace_shard.kernels.kv_cache import is_coded, new_layer_cache
 from millrace_shard.kernels.layer_blocks import ComposedBlocks
-from millrace_shard.kernels.layer_weights import Activation, HeadNorms, LinearWeights
+from millrace_shard.kernels.layer_weights import HeadNorms, LinearWeights, NormWeights, Rotation
 from millrace_shard.kernels.lora.adapter_table import LoraSite
 from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
 from millrace_shard.kernels.plain import PlainLinear
@@ -55,10 +57,10 @@ class TritonSampling:
         triton_penalties.penalise(scores, counts, token_table, rows, penalties)
 
 
+VARLEN, GROUPED, CUBLAS = "varlen_attn", "grouped_mm", "cublas"
+"""Torch's operators by their names, and the vendor's library for many rows over codes that are expanded first."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = range(16, 257)
-FAILURES = (RuntimeError, OSError, subprocess.SubprocessError, TritonError)
-"""Errors of compilation and launch if the GPU, its driver or the host's compiler is unsuitable."""
 
 
 class Float32Head:
@@ -77,12 +79,19 @@ class CudaKernels(ComposedBlocks):
 
     name = "cuda"
     block_size = 16
+    key_tile = 64
     capturable = True
 
-    def __init__(self, *, deterministic: bool) -> None:
+    def __init__(self, *, deterministic: bool, operators: Collection[str] = ()) -> None:
+        """`operators` of libraries, of those named above, replace our own in fast mode.
+
+        Raises ImportError where torch lacks one.
+        """
         self.deterministic = deterministic
         self.sampling = TritonSampling()
-        self._attention = PagedAttention(deterministic=deterministic)
+        self.operators = tuple(operators)
+        varlen = VarlenAttention() if VARLEN in operators else None
+        self._attention = PagedAttention(deterministic=deterministic, varlen=varlen)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keep `weight` [out, in] and `bias` [out] as they are."""
@@ -93,7 +102,9 @@ class CudaKernels(ComposedBlocks):
         weight = weights.weight
         if not has_codes(weight):
             return super().linear_from(weights)
-        linear = linear_of_parts(weight, weights.bias, self.linear, weight.dtype)
+        linear = linear_of_parts(
+            weight, weights.bias, self.linear, weight.dtype, expands=CUBLAS in self.operators
+        )
         return self.adapted(linear, weights.lora)
 
     def adapted(self, linear: Linear, site: LoraSite | None) -> Linear:
@@ -114,9 +125,9 @@ class CudaKernels(ComposedBlocks):
 
     def experts(self, weights: ExpertsWeights) -> Experts:
         """The experts of a layer, grouped by expert."""
-        if weights.activation is Activation.GELU_TANH:
+        if not weights.is_usual:
             return super().experts(weights)
-        return GroupedExperts(self, weights)
+        return GroupedExperts(self, weights, by_torch=GROUPED in self.operators)
 
     def head_from(self, weights: LinearWeights) -> Linear:
         """An output head over a copy of the weight, whose codes stay packed, with its adapters."""
@@ -134,27 +145,67 @@ class CudaKernels(ComposedBlocks):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        scales: tuple[float, float] = (1.0, 1.0),  # noqa: ARG002
+        scales: tuple[float, float] = (1.0, 1.0),
+        latent_dim: int | None = None,
     ) -> LayerCache:
         """Uninitialised memory: no position is read before it is stored. Raises ValueError for unknown shapes."""
-        if dtype not in DTYPES or head_dim not in HEAD_DIMS:
+        is_known = dtype in DTYPES or is_coded(dtype)
+        if not is_known or head_dim not in HEAD_DIMS or latent_dim is not None:
             raise ValueError(f"no CUDA cache of {dtype} with head_dim {head_dim}")
         shape = (num_blocks, self.block_size, num_kv_heads, head_dim)
-        return LayerCache(
-            keys=torch.empty(shape, dtype=dtype, device=device),
-            values=torch.empty(shape, dtype=dtype, device=device),
-        )
+        return new_layer_cache(shape, shape[:-1], dtype=dtype, device=device, scales=scales)
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
         """Nothing to do: `attend` reads 0 past the end of a sequence."""
 
+    def zero_rows(self, cache: LayerCache, rows: Tensor, dtype: torch.dtype) -> None:
+        """Nothing to do, for the same reason."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis in float32, cast back, then scale."""
-        return triton_rows.rms_norm(x, weight, eps)
+        return triton_rows.rms_norm(x, NormWeights(weight=weight, eps=eps))
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual += x` in place, then its norm; all [T, hidden]."""
-        return triton_rows.add_rms_norm(x, residual, weight, eps)
+        return triton_rows.add_rms_norm(x, residual, NormWeights(weight=weight, eps=eps))
+
+    def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
+        """A norm over the last axis, in one launch unless it has a bias."""
+        return triton_rows.rms_norm(x, norm) if norm.bias is None else norm.apply(x)
+
+    def add_norm(self, x: Tensor, residual: Tensor, norm: NormWeights) -> Tensor:
+        """`residual += x` in place, then a norm, in one launch unless it has a bias; all [T, hidden]."""
+        if norm.bias is None:
+            return triton_rows.add_rms_norm(x, residual, norm)
+        residual += x
+        return norm.apply(residual)
+
+    def prepare_heads(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        sizes: tuple[int, int],
+    ) -> Tensor | None:
+        """As `rope_store`, for all norms of heads that are neither centred nor over the whole width."""
+        num_heads, num_kv_heads = sizes
+        if num_kv_heads != cache.keys.shape[2]:
+            raise ValueError(f"a cache of {cache.keys.shape[2]} heads, not {num_kv_heads}")
+        if norms is not None:
+            each = norms.query
+            if norms.whole_width or each.centred or each.weight.dim() > 1:
+                return None
+        return triton_rope.rope_store(
+            qkv,
+            rotation.table,
+            batch,
+            cache,
+            num_heads,
+            norms,
+            interleaved=rotation.interleaved,
+        )
 
     def rope_store(
         self,
@@ -192,6 +243,15 @@ class CudaKernels(ComposedBlocks):
             queries = queries.contiguous()
         return self._attention(queries, batch, cache, AttentionRule(scale, window, softcap, sinks))
 
+    delta_rule = staticmethod(triton_states.delta_rule)
+    causal_conv = staticmethod(triton_states.causal_conv)
+    mamba2 = staticmethod(triton_states.mamba2)
+    mamba1 = staticmethod(triton_states.mamba1)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `gate_up` [T, 2 * inter], gates first."""
-        return triton_rows.silu_mul(gate_up)
+        return triton_rows.gate_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up` of `gate_up` [T, 2 * inter], gates first."""
+        return triton_rows.gate_mul(gate_up, is_gelu=True)

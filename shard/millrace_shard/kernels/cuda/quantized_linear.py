@@ -16,10 +16,16 @@ from torch import Tensor
 from millrace_shard.device.transfers import Copy
 from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.cuda.linear_tilings import MANY_ROWS, part_length, row_tiling
+from millrace_shard.kernels.cuda.triton_codes import converts_e4m3
 from millrace_shard.kernels.cuda.triton_linear import add_parts
-from millrace_shard.kernels.cuda.triton_quantized import _multiply_codes, _sum_steps
+from millrace_shard.kernels.cuda.triton_quantized import (
+    _multiply_codes,
+    _sum_steps,
+    expand_codes,
+)
+from millrace_shard.kernels.layer_blocks import SideBySide
 from millrace_shard.kernels.quantized import QuantizedTensor
-from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.kernels.stored_weight import Part, StoredWeight
 
 LONGEST_STEP = 64
 """Inputs of a step of longer groups, whose products are added before the sum is scaled."""
@@ -36,7 +42,7 @@ MOST_EXACT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCodes:
-    """A matrix [out, in] on the device."""
+    """A matrix [out, in] on the device, or with one more axis in front of codes, scales and offsets, several."""
 
     codes: Tensor
     """uint8 [steps, out, bytes of a step]; a byte has one code, or two of 4 bits, the first in its low half."""
@@ -50,6 +56,10 @@ class PackedCodes:
     """float32 [16] or [256]: what each code stands for."""
     least: int | None
     """The value of code 0, if it is an integer and each further code stands for one more."""
+    is_e4m3: bool
+    """Whether each code has the bits of its value in float8_e4m3fn, and the device converts them."""
+    fraction: int
+    """Bits of the fraction, where a code is a float of fewer bits; else 0."""
     has_remainder: bool
     """Whether the values are not exact in the dtype of the products."""
     scales: Tensor
@@ -61,16 +71,16 @@ class PackedCodes:
 
     @property
     def num_steps(self) -> int:
-        return self.codes.shape[0]
+        return self.codes.shape[-3]
 
     @property
     def num_outputs(self) -> int:
-        return self.codes.shape[1]
+        return self.codes.shape[-2]
 
     @property
     def group_steps(self) -> int:
         """Steps of a group; 0 if there is one group."""
-        return 0 if len(self.scales) == 1 else -(-self.group_size // self.step)
+        return 0 if self.scales.shape[-2] == 1 else -(-self.group_size // self.step)
 
     @property
     def has_whole_steps(self) -> bool:
@@ -99,10 +109,32 @@ def pack(
     return packed[0] if len(packed) == 1 else _joined(packed)
 
 
+def unpacked(weight: PackedCodes) -> Tensor:
+    """The matrix [out, in] of `weight` in float32, whose columns are in the order of the codes."""
+    codes = weight.codes
+    if weight.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    values = weight.values[codes.int()].transpose(0, 1).flatten(1)
+    # The step and the group of each column.
+    column = torch.arange(weight.num_inputs, device=codes.device)
+    group = torch.div(column, weight.group_size, rounding_mode="floor")
+    within = column - group * weight.group_size
+    padded = (weight.group_steps or weight.num_steps) * weight.step
+    matrix = values[:, group * padded + within] * weight.scales.float().t()[:, group]
+    return matrix if weight.offsets is None else matrix + weight.offsets.float().t()[:, group]
+
+
 def step_length(group_size: int, dtype: torch.dtype) -> int:
     """Inputs of a step for products in `dtype`."""
     longest = FLOAT32_STEP if dtype == torch.float32 else LONGEST_STEP
     return min(longest, max(LEAST_STEP, 1 << (group_size - 1).bit_length()))
+
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""What each byte stands for in float8_e4m3fn."""
+_SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+FLOATS = {3: E4M3, 1: torch.cat((_SIZES, -_SIZES))}
+"""What codes of e4m3 and e2m1 stand for, by the bits of their fractions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +162,10 @@ class _Packer:
             group_size=part.group_size,
             values=self._copied(values, torch.float32),
             least=least,
+            is_e4m3=self.dtype != torch.float32
+            and converts_e4m3(self.device)
+            and _equal(values, E4M3),
+            fraction=next((bits for bits, table in FLOATS.items() if _equal(values, table)), 0),
             has_remainder=not _equal(values.to(self.dtype).float(), values),
             scales=_narrow(self._copied(part.scales, torch.float32)),
             offsets=None
@@ -231,7 +267,13 @@ def _equal(left: Tensor, right: Tensor) -> bool:
 SUM_STEPS = 8
 """Steps whose inputs a program adds."""
 
-Part = Tensor | QuantizedTensor
+EXPANDED_ROWS = MANY_ROWS
+"""Rows from which fast mode expands weights first: with fewer, that takes longer than expanding them in each tile."""
+MOST_EXPANDED_BYTES = 32 << 20
+"""Weights that are expanded at a time: they are multiplied while they are in the second cache of the GPU."""
+EXPANDED_OUTPUTS = 64
+"""Outputs of a program that expands a step."""
+
 Plain = Callable[[Tensor, Tensor | None], Linear]
 """Builds a linear from a weight and a bias of the model's dtype."""
 
@@ -242,11 +284,16 @@ def has_codes(weight: StoredWeight) -> bool:
 
 
 def linear_of_parts(
-    weight: StoredWeight, bias: Tensor | None, plain: Plain, out_dtype: torch.dtype
+    weight: StoredWeight,
+    bias: Tensor | None,
+    plain: Plain,
+    out_dtype: torch.dtype,
+    *,
+    expands: bool = False,
 ) -> Linear:
     """A linear whose codes stay packed; parts without codes are copied for `plain`, which must return `out_dtype`.
 
-    Neighbouring parts are one product if that is exact, and else several.
+    Neighbouring parts are one product if that is exact, and else several. If it `expands`, see QuantizedLinear.
     """
     linears: list[Linear] = []
     end = 0
@@ -256,7 +303,7 @@ def linear_of_parts(
         coded = [part for part in parts if isinstance(part, QuantizedTensor)]
         if coded:
             packed = pack(coded, weight.dtype, weight.device, weight.copy)
-            linears.append(QuantizedLinear(packed, own_bias, out_dtype=out_dtype))
+            linears.append(QuantizedLinear(packed, own_bias, out_dtype=out_dtype, expands=expands))
         else:
             linears.append(plain(replace(weight, parts=tuple(parts)).copied(), own_bias))
     return linears[0] if len(linears) == 1 else SideBySide(linears)
@@ -273,31 +320,82 @@ def _runs(parts: Sequence[Part]) -> list[list[Part]]:
     return runs
 
 
+def are_one_matrix(parts: Sequence[QuantizedTensor]) -> bool:
+    """Whether `pack` can join `parts`."""
+    return all(can_join(part, parts[0]) for part in parts[1:])
+
+
 def _are_alike(part: Part, other: Part) -> bool:
     if isinstance(part, QuantizedTensor) and isinstance(other, QuantizedTensor):
         return can_join(part, other)
     return isinstance(part, Tensor) and isinstance(other, Tensor)
 
 
-class SideBySide:
-    """A linear whose outputs are the outputs of several linears, one after the other."""
+def sums_of_steps(weight: PackedCodes, x: Tensor) -> Tensor:
+    """The sums of the inputs of each step of `x` [T, in]: [steps, T] float32."""
+    sums = x.new_empty(weight.num_steps, len(x), dtype=torch.float32)
+    _sum_steps[(len(x), triton.cdiv(weight.num_steps, SUM_STEPS))](
+        sums,
+        x,
+        len(x),
+        x.stride(0),
+        weight.num_inputs,
+        weight.num_steps,
+        weight.group_size,
+        group_steps=weight.group_steps,
+        inputs=weight.step,
+        steps=SUM_STEPS,
+        num_warps=4,
+    )
+    return sums
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
-        self._linears = linears
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out]."""
-        return torch.cat([linear(x) for linear in self._linears], dim=1)
+def expand(out: Tensor, weight: PackedCodes, first_output: int) -> None:
+    """Overwrite `out` [n, in] with the weights of n outputs from the first one on, in the order of the codes."""
+    expand_codes[(weight.num_steps, triton.cdiv(len(out), EXPANDED_OUTPUTS))](
+        out,
+        weight.codes,
+        weight.values,
+        weight.scales,
+        weight.scales if weight.offsets is None else weight.offsets,
+        first_output,
+        len(out),
+        weight.num_outputs,
+        weight.num_inputs,
+        weight.group_size,
+        bits=weight.bits,
+        least=weight.least or 0,
+        has_lookup=weight.least is None,
+        is_e4m3=weight.is_e4m3,
+        fraction=weight.fraction,
+        has_offsets=weight.offsets is not None,
+        group_steps=weight.group_steps,
+        outputs=EXPANDED_OUTPUTS,
+        inputs=weight.step,
+        num_warps=4,
+    )
 
 
 class QuantizedLinear:
-    """A linear over packed codes that adds the products of an output in the same order for any number of rows."""
+    """A linear over packed codes that adds the products of an output in the same order for any number of rows.
 
-    def __init__(self, weight: PackedCodes, bias: Tensor | None, *, out_dtype: torch.dtype) -> None:
+    If it `expands`, it does so for fewer than EXPANDED_ROWS only. More rows are multiplied by the vendor's library with
+    weights in the dtype of the rows, a part of the outputs at a time, so that the memory does not grow with the layer.
+    """
+
+    def __init__(
+        self,
+        weight: PackedCodes,
+        bias: Tensor | None,
+        *,
+        out_dtype: torch.dtype,
+        expands: bool = False,
+    ) -> None:
         """Keep `weight` and `bias` [out]."""
         self._weight = weight
         self._bias = bias
         self._out_dtype = out_dtype
+        self._expands = expands
         length = part_length(weight.num_outputs, weight.num_steps * weight.step)
         self._part_steps = triton.cdiv(length, weight.step)
         self._num_parts = triton.cdiv(weight.num_steps, self._part_steps)
@@ -313,7 +411,9 @@ class QuantizedLinear:
             x = x.index_select(1, weight.input_order)
         elif x.stride(1) != 1:
             x = x.contiguous()
-        sums = None if weight.offsets is None else self._sums(x)
+        if self._expands and num_rows >= EXPANDED_ROWS:
+            return self._multiply_expanded(out, x)
+        sums = None if weight.offsets is None else sums_of_steps(weight, x)
         if self._num_parts == 1 or num_rows >= MANY_ROWS:
             self._launch(out, x, sums, num_programs=1, bias=self._bias)
             return out
@@ -323,24 +423,20 @@ class QuantizedLinear:
         add_parts(out, partials, self._bias)
         return out
 
-    def _sums(self, x: Tensor) -> Tensor:
-        """The sums of the inputs of each step: [steps, T] float32."""
+    def _multiply_expanded(self, out: Tensor, x: Tensor) -> Tensor:
         weight = self._weight
-        sums = x.new_empty(weight.num_steps, len(x), dtype=torch.float32)
-        _sum_steps[(len(x), triton.cdiv(weight.num_steps, SUM_STEPS))](
-            sums,
-            x,
-            len(x),
-            x.stride(0),
-            weight.num_inputs,
-            weight.num_steps,
-            weight.group_size,
-            group_steps=weight.group_steps,
-            inputs=weight.step,
-            steps=SUM_STEPS,
-            num_warps=4,
-        )
-        return sums
+        most = max(1, MOST_EXPANDED_BYTES // (weight.num_inputs * x.element_size()))
+        size = min(weight.num_outputs, triton.cdiv(most, EXPANDED_OUTPUTS) * EXPANDED_OUTPUTS)
+        room = x.new_empty(size, weight.num_inputs)
+        for begin in range(0, weight.num_outputs, size):
+            end = min(begin + size, weight.num_outputs)
+            expanded, columns = room[: end - begin], out[:, begin:end]
+            expand(expanded, weight, begin)
+            if self._bias is None:
+                torch.mm(x, expanded.t(), out=columns)
+            else:
+                torch.addmm(self._bias[begin:end], x, expanded.t(), out=columns)
+        return out
 
     def _launch(
         self, out: Tensor, x: Tensor, sums: Tensor | None, *, num_programs: int, bias: Tensor | None
@@ -370,6 +466,8 @@ class QuantizedLinear:
             bits=weight.bits,
             least=weight.least or 0,
             has_lookup=weight.least is None,
+            is_e4m3=weight.is_e4m3,
+            fraction=weight.fraction,
             has_remainder=weight.has_remainder,
             has_offsets=sums is not None,
             has_bias=bias is not None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from millrace_shard.kernels.agreement import (
     ragged_batch,
     rope_table,
 )
-from millrace_shard.kernels.base import Kernels, Linear
+from millrace_shard.kernels.base import Experts, Kernels, Linear
 from millrace_shard.kernels.cuda import sampling_agreement
+from millrace_shard.kernels.cuda.linear_tilings import PROMPT_ROWS
 from millrace_shard.kernels.expert_weights import RoutingRule, Scoring
 from millrace_shard.kernels.experts_agreement import experts_weights
 from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
@@ -43,6 +45,8 @@ MANY = (
 )
 NUM_OTHERS = 40
 ROWS = (1, CHUNK, NUM_OTHERS + 1, PROMPT)
+PROMPTS = ((130, 1, PROMPT), (190, 300, PROMPT))
+"""About as many keys as queries, for which fast mode may take an operator of torch."""
 MANY_ROWS = 300
 """More than a GPU's libraries and our linears treat as few."""
 
@@ -63,18 +67,57 @@ def served_difference(
             for each in (kernels, oracle)
         )
         differences.append(distance(ours, theirs))
-    for (outputs, inputs), format_ in _products(shape):
-        weight, x = (
-            _coded(format_, outputs, inputs, dtype, device),
-            Random(dtype, device)(1, inputs),
+    differences.append(_products_difference(kernels, oracle, Random(dtype, device), shape, 1))
+    for sizes, format_ in itertools.product(shape.experts, shape.expert_formats):
+        x = Random(dtype, device)(CHUNK, sizes[0])
+        ours, theirs = (
+            [_experts(each, Random(dtype, device), sizes, format_)(x)] for each in (kernels, oracle)
         )
-        ours, theirs = ([each.linear_from(weight)(x)] for each in (kernels, oracle))
         differences.append(distance(ours, theirs))
+    # Deterministic mode compares the bits of few rows and of many.
+    if not kernels.deterministic:
+        of_prompts = prompt_difference(kernels, oracle, dtype=dtype, shape=shape, device=device)
+        differences.append(of_prompts)
     if kernels.sampling is not None:
         vocab_size = sampling_agreement.UNEVEN_VOCAB if shape.head is None else shape.head[0]
         pairs = sampling_agreement.outputs(kernels.sampling, vocab_size, device)
         differences.append(distance(*zip(*pairs, strict=True)))
     return max(differences)
+
+
+def prompt_difference(
+    kernels: Kernels,
+    oracle: Kernels,
+    *,
+    dtype: torch.dtype,
+    shape: LayerShape,
+    device: torch.device = CPU,
+) -> float:
+    """As `served_difference`, of prompts without a long prefix, and of many rows with codes and with experts."""
+    random = partial(Random, dtype, device)
+    ours, theirs = (_attended(each, random(), shape, *PROMPTS) for each in (kernels, oracle))
+    differences = [
+        distance(ours, theirs),
+        _products_difference(kernels, oracle, random(), shape, MANY_ROWS),
+    ]
+    for sizes in shape.experts:
+        x = random()(MANY_ROWS, sizes[0])
+        results = [_experts(each, random(), sizes, None)(x) for each in (kernels, oracle)]
+        differences.append(distance(results[:1], results[1:]))
+    return max(differences)
+
+
+def _products_difference(
+    kernels: Kernels, oracle: Kernels, random: Random, shape: LayerShape, num_rows: int
+) -> float:
+    """The greatest difference of linears over codes."""
+    greatest = 0.0
+    for (outputs, inputs), format_ in _products(shape):
+        weight = _coded(format_, outputs, inputs, random.dtype, random.device)
+        x = random(num_rows, inputs)
+        ours, theirs = ([each.linear_from(weight)(x)] for each in (kernels, oracle))
+        greatest = max(greatest, distance(ours, theirs))
+    return greatest
 
 
 def differing_bits(
@@ -100,16 +143,32 @@ def _row_operators(
     kernels: Kernels, random: Random, shape: LayerShape
 ) -> Iterator[tuple[str, Callable[[Tensor], Tensor], int]]:
     """The operators over rows, with their names and the widths of their rows."""
-    for hidden, inter, top_k in shape.experts:
-        rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX)
-        weights = experts_weights(
-            random, random.dtype, rule, hidden=hidden, inter=inter, num_experts=2 * top_k
-        )
-        yield f"experts of {hidden} and {inter} channels", kernels.experts(weights), hidden
+    for sizes, format_ in itertools.product(shape.experts, (None, *shape.expert_formats)):
+        hidden, inter, _ = sizes
+        name = f"experts of {hidden} and {inter} channels" + (" over codes" if format_ else "")
+        yield name, _experts(kernels, random, sizes, format_), hidden
     inputs = 2 * shape.num_heads * shape.head_dim
     scales = random(inputs)
     yield "the norm", lambda x: kernels.rms_norm(x, scales, EPS), inputs
     yield "the activation", kernels.silu_mul, inputs
+
+
+def _experts(
+    kernels: Kernels, random: Random, sizes: tuple[int, int, int], format_: CodeFormat | None
+) -> Experts:
+    """Experts of hidden and intermediate channels, of which a token has some, over codes if there is a format."""
+    hidden, inter, top_k = sizes
+    rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX)
+    weights = experts_weights(
+        random,
+        random.dtype,
+        rule,
+        hidden=hidden,
+        inter=inter,
+        num_experts=2 * top_k,
+        formats=(format_, format_),
+    )
+    return kernels.experts(weights)
 
 
 def _attended(
@@ -209,7 +268,9 @@ def _differing_linear(kernels: Kernels, random: Random, shape: LayerShape) -> st
         sizes.append((shape.head, kernels.head))
     for (outputs, inputs), build in sizes:
         linear = _random_linear(build, outputs, inputs, random.dtype, random.device)
-        if not _is_invariant(linear, random(MANY_ROWS, inputs)):
+        # Heads have rows of no long prompt, and their results would take much memory.
+        count = MANY_ROWS if build == kernels.head else PROMPT_ROWS
+        if not _is_invariant(linear, random(count, inputs)):
             return f"a linear of {inputs} inputs and {outputs} outputs"
     for (outputs, inputs), format_ in _products(shape):
         linear = kernels.linear_from(_coded(format_, outputs, inputs, random.dtype, random.device))
@@ -234,5 +295,5 @@ def _coded(
 
 def _is_invariant(operator: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Whether the last rows of `x` have the same bits with fewer rows before them."""
-    whole = operator(x)
-    return all(torch.equal(operator(x[-rows:]), whole[-rows:]) for rows in ROWS)
+    whole, counts = operator(x), [rows for rows in (*ROWS, MANY_ROWS) if rows < len(x)]
+    return all(torch.equal(operator(x[-rows:]), whole[-rows:]) for rows in counts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from millrace_shard.kernels.cuda.triton_codes import scaled
 from millrace_shard.kernels.cuda.triton_softmax import (
     fold,
     nothing_seen,
@@ -37,13 +38,15 @@ def sequence_of(slot, starts, num_sequences, tokens_per_tile: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["window", "num_sequences", "table_stride"],
-    do_not_specialize_on_alignment=["tables", "starts", "contexts"],
+    do_not_specialize_on_alignment=["tables", "starts", "contexts", "key_ends"],
 )
 def attend_tiles(
     attended,
     queries,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     tables,
     starts,
     contexts,
@@ -51,6 +54,7 @@ def attend_tiles(
     softcap,
     window,
     sinks,
+    key_ends,
     num_sequences,
     table_stride,
     token_stride,
@@ -66,8 +70,10 @@ def attend_tiles(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
+    has_ends: tl.constexpr,
     in_spans: tl.constexpr,
     precision: tl.constexpr,
+    codes: tl.constexpr,
 ):
     """Attend sequences of several queries, one tile and key-value head per program; grid (tile slots, K).
 
@@ -94,11 +100,12 @@ def attend_tiles(
     where = tokens * token_stride + heads * head_stride
     query = tl.load(queries + where[:, None] + dims[None, :], mask=mask, other=0.0)
 
-    key_pages += head * head_dim
-    value_pages += head * head_dim
+    key_pages, value_pages = key_pages + head * head_dim, value_pages + head * head_dim
+    scale = scaled(scale, key_scales, codes)
     table = tables + sequence.to(tl.int64) * table_stride
     first_position = context - count + first
-    end = tl.minimum(context, first_position + tokens_per_tile)
+    ends = tl.load(key_ends + tokens, mask=live, other=0) if has_ends else positions + 1
+    end = tl.max(ends, 0) if has_ends else tl.minimum(context, first_position + tokens_per_tile)
     begin = 0
     if has_window:
         begin = tl.maximum(first_position - window + 1, 0) // chunk * chunk
@@ -115,32 +122,43 @@ def attend_tiles(
             span_out = tl.zeros([rows, dims.shape[0]], tl.float32)
             if not has_window:
                 span_top, span_total, span_out = visit(
-                    span_top, span_total, span_out, query, positions, key_pages, value_pages, table,
+                    span_top, span_total, span_out, query, positions, ends, key_pages, value_pages,
+                    key_scales + head, value_scales + head, table,
                     span_begin, tl.minimum(span_end, common), page_stride, slot_stride,
                     scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+                    codes, num_heads // group,
                     masked=False,
                 )  # fmt: skip
             span_top, span_total, span_out = visit(
-                span_top, span_total, span_out, query, positions, key_pages, value_pages, table,
+                span_top, span_total, span_out, query, positions, ends, key_pages, value_pages,
+                key_scales + head, value_scales + head, table,
                 tl.maximum(span_begin, common), span_end, page_stride, slot_stride,
                 scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+                codes, num_heads // group,
                 masked=True,
             )  # fmt: skip
-            top, total, out = fold(top, total, out, span_top, span_total, span_out)
+            top, total, out = fold(
+                top, total, out, span_top, span_total, scaled(span_out, value_scales, codes)
+            )
     else:
         if not has_window:
             top, total, out = visit(
-                top, total, out, query, positions, key_pages, value_pages, table,
+                top, total, out, query, positions, ends, key_pages, value_pages,
+                key_scales + head, value_scales + head, table,
                 begin, common, page_stride, slot_stride,
                 scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+                codes, num_heads // group,
                 masked=False,
             )  # fmt: skip
         top, total, out = visit(
-            top, total, out, query, positions, key_pages, value_pages, table,
+            top, total, out, query, positions, ends, key_pages, value_pages,
+            key_scales + head, value_scales + head, table,
             common, end, page_stride, slot_stride,
             scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+            codes, num_heads // group,
             masked=True,
         )  # fmt: skip
+        out = scaled(out, value_scales, codes)
     out = out / tl.where(live, total, 1.0)[:, None]
     where = (tokens * num_heads + heads) * head_dim
     tl.store(
@@ -159,6 +177,8 @@ def attend_spans(
     queries,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     tables,
     starts,
     contexts,
@@ -180,6 +200,7 @@ def attend_spans(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     precision: tl.constexpr,
+    codes: tl.constexpr,
 ):
     """Attend single queries over each span separately, to `partials` [B, H, num_spans, head_dim]; grid (B, K, any).
 
@@ -198,9 +219,11 @@ def attend_spans(
     where = start.to(tl.int64) * token_stride + heads * head_stride
     query = tl.load(queries + where[:, None] + dims[None, :], mask=mask, other=0.0)
     positions = tl.zeros([rows], tl.int32) + context - 1
+    ends = positions + 1
 
     key_pages += head * head_dim
     value_pages += head * head_dim
+    scale = scaled(scale, key_scales, codes)
     table = tables + sequence.to(tl.int64) * table_stride
     begin = 0
     if has_window:
@@ -212,15 +235,18 @@ def attend_spans(
         total = tl.zeros([rows], tl.float32)
         out = tl.zeros([rows, dims.shape[0]], tl.float32)
         top, total, out = visit(
-            top, total, out, query, positions, key_pages, value_pages, table,
+            top, total, out, query, positions, ends, key_pages, value_pages,
+            key_scales + head, value_scales + head, table,
             tl.maximum(span_start(span), begin), tl.minimum(span_start(span + 1), context),
             page_stride, slot_stride,
             scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+            codes, num_heads // group,
             masked=True,
         )  # fmt: skip
         tl.store(tops + slots + span, top, mask=row < group)
         tl.store(totals + slots + span, total, mask=row < group)
         where = (slots + span) * head_dim
+        out = scaled(out, value_scales, codes)
         tl.store(partials + where[:, None] + dims[None, :], out, mask=mask)
 
 

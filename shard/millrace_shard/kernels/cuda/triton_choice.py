@@ -25,16 +25,23 @@ def _best(values, lane, count: tl.constexpr):
 
 @triton.jit
 def _within_best_groups(
-    ranked, lane, experts: tl.constexpr, groups: tl.constexpr, kept: tl.constexpr
+    ranked,
+    lane,
+    experts: tl.constexpr,
+    groups: tl.constexpr,
+    kept: tl.constexpr,
+    members: tl.constexpr,
 ):
-    """`ranked` with minus infinity outside the best groups; a group counts by the sum of its two best."""
+    """`ranked` with minus infinity outside the best groups; a group counts by the sum of its one or two best."""
     group = lane // (experts // groups)
     worth = tl.full(ranked.shape, float("-inf"), tl.float32)
     for each in range(groups):
         own = tl.where(group == each, ranked, float("-inf"))
-        first = _best(own, lane, experts)
-        second = tl.max(tl.where(lane == first, float("-inf"), own), 0)
-        worth = tl.where((group == each) & (lane < experts), tl.max(own, 0) + second, worth)
+        total = tl.max(own, 0)
+        if members == 2:
+            first = _best(own, lane, experts)
+            total += tl.max(tl.where(lane == first, float("-inf"), own), 0)
+        worth = tl.where((group == each) & (lane < experts), total, worth)
     found = tl.full(ranked.shape, float("-inf"), tl.float32)
     for _ in range(kept):
         best = _best(worth, lane, experts) // (experts // groups)
@@ -57,6 +64,7 @@ def choose(
     renormalise: tl.constexpr,
     groups: tl.constexpr,
     top_groups: tl.constexpr,
+    members: tl.constexpr,
     has_bias: tl.constexpr,
     has_correction: tl.constexpr,
 ):
@@ -73,8 +81,8 @@ def choose(
         ranked = tl.where(known, scores, float("-inf"))
         if has_correction:
             ranked += tl.load(correction + lane, mask=known, other=0.0)
-        if groups > 1:
-            ranked = _within_best_groups(ranked, lane, experts, groups, top_groups)
+    if groups > 1:
+        ranked = _within_best_groups(ranked, lane, experts, groups, top_groups, members)
     ranks = tl.arange(0, triton.next_power_of_2(top_k))
     found = tl.zeros(ranks.shape, tl.int32)
     share = tl.full(ranks.shape, float("-inf"), tl.float32)

@@ -8,11 +8,31 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-from millrace_shard.kernels.cuda.triton_attention import sequence_of
+from millrace_shard.kernels.cuda.triton_linear import dot
 
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+_EXPERTS_PER_LOOK = tl.constexpr(128)
+
+
+@triton.jit
+def tile_of_expert(number, starts, num_experts, rows: tl.constexpr):
+    """The expert of a tile, and the place of the tile among the expert's tiles; no expert for further numbers.
+
+    Tiles are numbered by expert, so that an expert without pairs has none.
+    """
+    expert, first, last = 0, 0, 0
+    lanes = tl.arange(0, _EXPERTS_PER_LOOK)
+    for base in range(0, num_experts, _EXPERTS_PER_LOOK):
+        each = base + lanes
+        exists = each < num_experts
+        start = tl.load(starts + each, mask=exists, other=0)
+        count = tl.load(starts + each + 1, mask=exists, other=0) - start
+        ends = last + tl.cumsum((count + rows - 1) // rows, 0)
+        is_before = exists & (ends <= number)
+        expert += tl.sum(is_before.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(is_before, ends, 0), 0))
+        last = tl.max(ends, 0)
+    return expert, number - first
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -34,16 +54,14 @@ def multiply_experts(
 ):
     """`out` [pairs, outputs] = `weight` [E, outputs, inputs] of its expert x row `pair // pairs_per_row` of `x`.
 
-    Grid (slots of tiles of `rows` pairs, tiles of outputs); see `sequence_of` for the slots of an expert.
+    Grid (at least as many as there are tiles of `rows` pairs of one expert, tiles of outputs).
     """
-    slot = tl.program_id(0)
-    expert = sequence_of(slot, starts, num_experts, rows)
+    expert, tile = tile_of_expert(tl.program_id(0), starts, num_experts, rows)
+    if expert >= num_experts:
+        return
     start = tl.load(starts + expert)
     count = tl.load(starts + expert + 1) - start
-    first = (slot - start // rows - expert) * rows
-    if first >= count:
-        return
-    place = first + tl.arange(0, rows)
+    place = tile * rows + tl.arange(0, rows)
     given = place < count
     pair = tl.load(order + start + place, mask=given, other=0).to(tl.int64)
     output = tl.program_id(1) * outputs + tl.arange(0, outputs)
@@ -57,24 +75,12 @@ def multiply_experts(
         known = (begin + at < num_inputs)[None, :]
         left = tl.load(weight_rows + (begin + at)[None, :], mask=wanted & known, other=0.0)
         right = tl.load(x_rows + (begin + at)[None, :], mask=given[:, None] & known, other=0.0)
-        total = _add_products(left, tl.trans(right), total)
+        total = dot(left, tl.trans(right), total)
     if has_bias:
         added = tl.load(bias + own + output, mask=output < num_outputs, other=0.0)
         total += added.to(tl.float32)[:, None]
     where = (pair * num_outputs)[None, :] + output[:, None]
     tl.store(out + where, total.to(out.dtype.element_ty), mask=wanted & given[None, :])
-
-
-@triton.jit
-def _add_products(left, right, total):
-    """`total + left @ right` in float32."""
-    if _INTERPRETED:
-        # numpy's products of matrices take their sums in an order that follows from the shapes.
-        products = left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :]
-        total += tl.sum(products, 1)
-    else:
-        total = tl.dot(left, right, total, input_precision="ieee")
-    return total
 
 
 @triton.jit
@@ -94,7 +100,7 @@ def clamped_swiglu(out, gate_up, alpha, limit, width, columns: tl.constexpr):
 
 @triton.jit
 def add_experts(out, results, shares, width, top_k: tl.constexpr, columns: tl.constexpr):
-    """The sum of `results` [T * K, width] times `shares` [T, K], both float32: [T, width]; grid (T, blocks)."""
+    """The sum in float32 of `results` [T * K, width] times `shares` [T, K]: [T, width]; grid (T, blocks)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     mask = column < width
@@ -102,6 +108,6 @@ def add_experts(out, results, shares, width, top_k: tl.constexpr, columns: tl.co
     for rank in range(top_k):
         pair = row * top_k + rank
         share = tl.load(shares + pair)
-        result = tl.load(results + pair * width + column, mask=mask, other=0.0)
+        result = tl.load(results + pair * width + column, mask=mask, other=0.0).to(tl.float32)
         total = tl.fma(result, tl.broadcast_to(share, total.shape), total)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=mask)

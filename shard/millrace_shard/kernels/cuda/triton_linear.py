@@ -121,10 +121,10 @@ def _add_parts(
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * columns + tl.arange(0, columns)
     mask = output < num_outputs
-    total = tl.zeros([columns], tl.float32)
-    for index in tl.static_range(parts):
+    total = tl.load(partials + row * num_outputs + output, mask=mask, other=0.0).to(tl.float32)
+    for index in tl.static_range(1, parts):
         where = (index * num_rows + row) * num_outputs + output
-        total += tl.load(partials + where, mask=mask, other=0.0)
+        total += tl.load(partials + where, mask=mask, other=0.0).to(tl.float32)
     if has_bias:
         total += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * num_outputs + output, total.to(out.dtype.element_ty), mask=mask)
@@ -144,6 +144,14 @@ def add_parts(out: Tensor, partials: Tensor, bias: Tensor | None) -> None:
         columns=COLUMNS,
         num_warps=4,
     )
+
+
+def sum_ranks(parts: Tensor) -> Tensor:
+    """`sum_in_order` of `parts` [ranks, …, n], floats of at most 32 bits, in one launch."""
+    out = parts.new_empty(parts.shape[1:])
+    if out.numel():
+        add_parts(out.view(-1, out.shape[-1]), parts.view(len(parts), -1, out.shape[-1]), None)
+    return out
 
 
 class FixedOrderLinear:
@@ -178,7 +186,7 @@ class FixedOrderLinear:
         if x.stride(1) != 1:
             x = x.contiguous()
         num_outputs, num_inputs = self._weight.shape
-        tiling = row_tiling(x.dtype, x.shape[0])
+        tiling = row_tiling(x.dtype, x.shape[0], has_one_sum=self._num_parts == 1)
         num_tiles = triton.cdiv(x.shape[0], tiling.rows) * triton.cdiv(num_outputs, tiling.outputs)
         _multiply[(num_tiles, num_programs)](
             out,

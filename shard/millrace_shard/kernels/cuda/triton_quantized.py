@@ -12,8 +12,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
+from millrace_shard.kernels.cuda.triton_experts import tile_of_expert
 from millrace_shard.kernels.cuda.triton_linear import dot, tile_of
+
+# numpy has no bfloat16, so that the interpreter cannot add it.
+_RAISED_BF16 = tl.constexpr(tl.float16 if knobs.runtime.interpret else tl.bfloat16)
+_NAN_E4M3 = tl.constexpr(127)
 
 
 @triton.jit
@@ -46,6 +52,23 @@ def _inputs(
 
 
 @triton.jit
+def _widened(codes, bits: tl.constexpr, fraction: tl.constexpr, element: tl.constexpr):
+    """Floats of `bits` bits, of which `fraction` are the fraction's, as bfloat16 for that `element`, else float16."""
+    wide: tl.constexpr = _RAISED_BF16 if element == tl.bfloat16 else tl.float16
+    shift: tl.constexpr = (7 if wide == tl.bfloat16 else 10) - fraction
+    bias: tl.constexpr = (127 if wide == tl.bfloat16 else 15) - ((1 << (bits - 2 - fraction)) - 1)
+    factor: tl.constexpr = 2.0**bias
+    whole = codes.to(tl.uint16)
+    size = whole & ((1 << (bits - 1)) - 1)
+    sign = (whole >> (bits - 1)) << 15
+    # The wider format only has another bias of the exponent, also below the least normal number.
+    values = (sign | (size << shift)).to(wide, bitcast=True) * factor
+    if bits == 8:
+        values = tl.where(size == _NAN_E4M3, float("nan"), values)
+    return values
+
+
+@triton.jit
 def _values(
     codes,
     lookup,
@@ -55,9 +78,12 @@ def _values(
     bits: tl.constexpr,
     least: tl.constexpr,
     has_lookup: tl.constexpr,
+    is_e4m3: tl.constexpr,
+    fraction: tl.constexpr,
     inputs: tl.constexpr,
+    element: tl.constexpr,
 ):
-    """The values of the codes of `step` for `output`s [n]: [n, inputs] float32."""
+    """The values of the codes of `step` for `output`s [n]: [n, inputs] float32, or `element` where that is exact."""
     step_bytes: tl.constexpr = inputs * bits // 8
     place = (step * num_outputs + output).to(tl.int64) * step_bytes
     at = tl.arange(0, step_bytes)
@@ -66,13 +92,29 @@ def _values(
     )
     if bits == 4:
         found = tl.join(found & 15, found >> 4).reshape(output.shape[0], inputs)
-    found = found.to(tl.int32)
-    if has_lookup:
+    if is_e4m3:
+        values = found.to(tl.float8e4nv, bitcast=True).to(element)
+    elif fraction:
+        values = _widened(found, bits, fraction, element)
+    elif has_lookup:
         # The pipeliner would take indirect loads from memory for tiles, and keep their results in shared memory.
         table = tl.load(lookup + tl.arange(0, 1 << bits))
-        flat = tl.gather(table, found.reshape(output.shape[0] * inputs), 0)
-        return flat.reshape(output.shape[0], inputs)
-    return (found + least).to(tl.float32)
+        flat = tl.gather(table, found.to(tl.int32).reshape(output.shape[0] * inputs), 0)
+        values = flat.reshape(output.shape[0], inputs)
+    elif element == tl.float16 or (element == _RAISED_BF16 and bits == 4):
+        # The bits of a power of two with the code as the last ones of its fraction, so no integer is converted.
+        raised: tl.constexpr = 1024 if element == tl.float16 else 128
+        pattern: tl.constexpr = 0x6400 if element == tl.float16 else 0x4300
+        biased = (found.to(tl.uint16) | pattern).to(element, bitcast=True)
+        values = biased - (raised - least)
+    elif element == _RAISED_BF16 and least == -128:
+        # 128 plus seven bits of the code, less 256, or less 128 where its eighth bit is set.
+        wide = found.to(tl.uint16)
+        biased = ((wide & 0x7F) | 0x4300).to(element, bitcast=True)
+        values = biased - ((wide & 0x80) ^ 0x4380).to(element, bitcast=True)
+    else:
+        values = (found.to(tl.int32) + least).to(tl.float32)
+    return values
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -100,6 +142,71 @@ def _sum_steps(
     tl.store(sums + step * num_rows + row, total, mask=step < num_steps)
 
 
+@triton.jit
+def _add_step(
+    summed,
+    x_rows,
+    row,
+    given,
+    codes,
+    lookup,
+    scales,
+    offsets,
+    sums,
+    step,
+    output,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    group_size,
+    bits: tl.constexpr,
+    least: tl.constexpr,
+    has_lookup: tl.constexpr,
+    is_e4m3: tl.constexpr,
+    fraction: tl.constexpr,
+    has_remainder: tl.constexpr,
+    has_offsets: tl.constexpr,
+    whole_steps: tl.constexpr,
+    group_steps: tl.constexpr,
+    inputs: tl.constexpr,
+):
+    """`summed` [outputs, rows] and the products of `step`, for `x_rows` [rows, 1] of pointers to the rows `row`."""
+    element: tl.constexpr = x_rows.dtype.element_ty
+    wanted = output < num_outputs
+    right = _inputs(
+        x_rows, given[:, None], step, group_size, num_inputs, whole_steps, group_steps, inputs
+    )
+    right = tl.trans(right)
+    left = _values(
+        codes,
+        lookup,
+        step,
+        output,
+        num_outputs,
+        bits,
+        least,
+        has_lookup,
+        is_e4m3,
+        fraction,
+        inputs,
+        element,
+    )
+    rounded = left.to(element)
+    product = dot(rounded, right, tl.zeros(summed.shape, tl.float32))
+    if has_remainder:
+        product = dot((left - rounded.to(tl.float32)).to(element), right, product)
+    group, _ = _first_input(step, group_size, group_steps, inputs)
+    place = group * num_outputs + output
+    scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
+    summed = tl.fma(product, tl.broadcast_to(scale[:, None], summed.shape), summed)
+    if has_offsets:
+        offset = tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)
+        of_rows = tl.load(sums + step * num_rows + row, mask=given, other=0.0)
+        offset = tl.broadcast_to(offset[:, None], summed.shape)
+        summed = tl.fma(offset, tl.broadcast_to(of_rows[None, :], summed.shape), summed)
+    return summed
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply_codes(
     out,
@@ -121,6 +228,8 @@ def _multiply_codes(
     bits: tl.constexpr,
     least: tl.constexpr,
     has_lookup: tl.constexpr,
+    is_e4m3: tl.constexpr,
+    fraction: tl.constexpr,
     has_remainder: tl.constexpr,
     has_offsets: tl.constexpr,
     has_bias: tl.constexpr,
@@ -143,38 +252,179 @@ def _multiply_codes(
         begin = (tl.program_id(1) * parts + index) * part_steps
         summed = tl.zeros([outputs, rows], tl.float32)
         for step in range(begin, tl.minimum(begin + part_steps, num_steps)):
-            right = _inputs(
+            summed = _add_step(
+                summed,
                 x_rows,
-                given[:, None],
+                row,
+                given,
+                codes,
+                lookup,
+                scales,
+                offsets,
+                sums,
                 step,
-                group_size,
+                output,
+                num_rows,
+                num_outputs,
                 num_inputs,
+                group_size,
+                bits,
+                least,
+                has_lookup,
+                is_e4m3,
+                fraction,
+                has_remainder,
+                has_offsets,
                 whole_steps,
                 group_steps,
                 inputs,
             )
-            right = tl.trans(right)
-            left = _values(
-                codes, lookup, step, output, num_outputs, bits, least, has_lookup, inputs
-            )
-            rounded = left.to(x.dtype.element_ty)
-            product = dot(rounded, right, tl.zeros([outputs, rows], tl.float32))
-            if has_remainder:
-                product = dot(
-                    (left - rounded.to(tl.float32)).to(x.dtype.element_ty), right, product
-                )
-            group, _ = _first_input(step, group_size, group_steps, inputs)
-            place = group * num_outputs + output
-            scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
-            summed = tl.fma(product, tl.broadcast_to(scale[:, None], summed.shape), summed)
-            if has_offsets:
-                offset = tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)
-                of_rows = tl.load(sums + step * num_rows + row, mask=given, other=0.0)
-                offset = tl.broadcast_to(offset[:, None], summed.shape)
-                summed = tl.fma(offset, tl.broadcast_to(of_rows[None, :], summed.shape), summed)
         total += summed
     if has_bias:
         total += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[:, None]
     where = (tl.program_id(1).to(tl.int64) * num_rows + row) * num_outputs
     mask = wanted[:, None] & given[None, :]
     tl.store(out + where[None, :] + output[:, None], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_output", "num_expanded"])
+def expand_codes(
+    out,
+    codes,
+    lookup,
+    scales,
+    offsets,
+    first_output,
+    num_expanded,
+    num_outputs,
+    num_inputs,
+    group_size,
+    bits: tl.constexpr,
+    least: tl.constexpr,
+    has_lookup: tl.constexpr,
+    is_e4m3: tl.constexpr,
+    fraction: tl.constexpr,
+    has_offsets: tl.constexpr,
+    group_steps: tl.constexpr,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+):
+    """Write weights [num_expanded, num_inputs] from `first_output` on, rounded once; grid (steps, tiles of outputs)."""
+    step = tl.program_id(0)
+    within = tl.program_id(1) * outputs + tl.arange(0, outputs)
+    output = first_output + within
+    values = _values(
+        codes,
+        lookup,
+        step,
+        output,
+        num_outputs,
+        bits,
+        least,
+        has_lookup,
+        is_e4m3,
+        fraction,
+        inputs,
+        out.dtype.element_ty,
+    ).to(tl.float32)
+    group, first = _first_input(step, group_size, group_steps, inputs)
+    wanted = within < num_expanded
+    place = group * num_outputs + output
+    scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
+    weight = values * scale[:, None]
+    if has_offsets:
+        weight += tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    column = first + tl.arange(0, inputs)
+    known = column < tl.minimum(group * group_size + group_size, num_inputs)
+    where = within.to(tl.int64)[:, None] * num_inputs + column[None, :]
+    tl.store(out + where, weight.to(out.dtype.element_ty), mask=wanted[:, None] & known[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+def multiply_expert_codes(
+    out,
+    x,
+    codes,
+    lookup,
+    scales,
+    offsets,
+    sums,
+    bias,
+    order,
+    starts,
+    num_experts,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    num_steps,
+    num_groups,
+    group_size,
+    pairs_per_row: tl.constexpr,
+    bits: tl.constexpr,
+    least: tl.constexpr,
+    has_lookup: tl.constexpr,
+    is_e4m3: tl.constexpr,
+    fraction: tl.constexpr,
+    has_remainder: tl.constexpr,
+    has_offsets: tl.constexpr,
+    has_bias: tl.constexpr,
+    whole_steps: tl.constexpr,
+    group_steps: tl.constexpr,
+    rows: tl.constexpr,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+):
+    """As `multiply_experts`, over the codes [E, steps, outputs, bytes of a step] of E experts, in order of the steps.
+
+    `scales` and `offsets` are [E, groups, outputs], `x` has `num_rows` rows, `sums` [steps, num_rows] are theirs.
+    """
+    expert, tile = tile_of_expert(tl.program_id(0), starts, num_experts, rows)
+    if expert >= num_experts:
+        return
+    start = tl.load(starts + expert)
+    count = tl.load(starts + expert + 1) - start
+    place = tile * rows + tl.arange(0, rows)
+    given = place < count
+    pair = tl.load(order + start + place, mask=given, other=0).to(tl.int64)
+    row = pair // pairs_per_row
+    output = tl.program_id(1) * outputs + tl.arange(0, outputs)
+    wanted = output < num_outputs
+    own = expert.to(tl.int64) * num_outputs
+    codes += own * num_steps * (inputs * bits // 8)
+    scales += own * num_groups
+    offsets += own * num_groups
+    x_rows = x + (row * num_inputs)[:, None]
+    total = tl.zeros([outputs, rows], tl.float32)
+    for step in range(num_steps):
+        total = _add_step(
+            total,
+            x_rows,
+            row,
+            given,
+            codes,
+            lookup,
+            scales,
+            offsets,
+            sums,
+            step,
+            output,
+            num_rows,
+            num_outputs,
+            num_inputs,
+            group_size,
+            bits,
+            least,
+            has_lookup,
+            is_e4m3,
+            fraction,
+            has_remainder,
+            has_offsets,
+            whole_steps,
+            group_steps,
+            inputs,
+        )
+    if has_bias:
+        total += tl.load(bias + own + output, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    where = (pair * num_outputs)[None, :] + output[:, None]
+    mask = wanted[:, None] & given[None, :]
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)

@@ -10,6 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.cuda.triton_codes import (
+    encoded,
+    greatest,
+    kind_of_codes,
+    row_scales,
+    stored,
+)
+from millrace_shard.kernels.cuda.triton_rows import scaled_by
 from millrace_shard.kernels.layer_weights import HeadNorms
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -25,14 +33,79 @@ def _squares(part):
 
 
 @triton.jit
-def _normalise(part, scale, query_norm, key_norm, channel, width: tl.constexpr, is_query, is_key):
-    """Channels of heads; queries and keys are normalised by `scale` [heads], with the rounding of `rms_norm`."""
-    known = channel < width
-    for_query = tl.load(query_norm + channel, mask=known, other=0.0).to(tl.float32)[None, :]
-    for_key = tl.load(key_norm + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+def _normalise(
+    part,
+    scale,
+    query_norm,
+    key_norm,
+    channel,
+    known,
+    is_query,
+    is_key,
+    plus_one: tl.constexpr,
+    wide: tl.constexpr,
+):
+    """Channels of heads; queries and keys are normalised by `scale` [heads], with the rounding of `NormWeights`."""
+    for_query = tl.load(query_norm + channel, mask=known, other=0.0)[None, :]
+    for_key = tl.load(key_norm + channel, mask=known, other=0.0)[None, :]
     weight = tl.where(is_query[:, None], for_query, for_key)
-    normed = (part.to(tl.float32) * scale[:, None]).to(part.dtype).to(tl.float32) * weight
+    normed = part.to(tl.float32) * scale[:, None]
+    normed = scaled_by(normed, weight, part.dtype, plus_one, wide)
     return tl.where((is_query | is_key)[:, None], normed.to(part.dtype), part)
+
+
+@triton.jit
+def _store_pairs(heads, channel, apart: tl.constexpr, left, right, mask):
+    """Store the channels of pairs of `heads` [heads] of pointers; the two channels of a pair are `apart`."""
+    where = heads[:, None] + channel[None, :]
+    tl.store(where, left, mask=mask)
+    tl.store(where + apart, right, mask=mask)
+
+
+@triton.jit
+def _store_heads(
+    heads,
+    scales,
+    at,
+    are_stored,
+    channel,
+    apart: tl.constexpr,
+    left,
+    right,
+    known,
+    last,
+    rest,
+    within,
+    has_rest: tl.constexpr,
+    codes: tl.constexpr,
+):
+    """Store whole heads in the cache: pairs, see `_store_pairs`, and the `rest` at channels `last`, if there is one.
+
+    Pointers are `heads` [heads], of which those that `are_stored` are; the scales of codes are at `scales + at`.
+    """
+    if codes:
+        top = tl.maximum(greatest(left), greatest(right))
+        if has_rest:
+            top = tl.maximum(top, greatest(rest))
+        scale = row_scales(scales, at, top, are_stored, codes)
+        left = encoded(left, scale, codes)
+        right = encoded(right, scale, codes)
+        if has_rest:
+            rest = encoded(rest, scale, codes)
+    _store_pairs(heads, channel, apart, left, right, are_stored[:, None] & known[None, :])
+    if has_rest:
+        mask = are_stored[:, None] & within[None, :]
+        tl.store(heads[:, None] + last[None, :], rest, mask=mask)
+
+
+@triton.jit
+def _rotated(left, right, cos, sin):
+    """The rotated channels of pairs, in their dtype."""
+    wide_left = left.to(tl.float32)
+    wide_right = right.to(tl.float32)
+    new_left = wide_left * cos - wide_right * sin
+    new_right = wide_right * cos + wide_left * sin
+    return new_left.to(left.dtype), new_right.to(left.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "cache_rows"])
@@ -43,6 +116,8 @@ def _rope_store(
     cache_rows,
     keys,
     values,
+    key_scales,
+    value_scales,
     query_norm,
     key_norm,
     eps,
@@ -52,8 +127,16 @@ def _rope_store(
     half: tl.constexpr,
     heads: tl.constexpr,
     has_norms: tl.constexpr,
+    plus_one: tl.constexpr,
+    wide: tl.constexpr,
+    after_rope: tl.constexpr,
+    interleaved: tl.constexpr,
+    codes: tl.constexpr,
 ):
-    """Rotate and store one token and `heads` of its heads per program; `half` is half of the rotated channels."""
+    """Rotate and store one token and `heads` of its heads per program; `half` is half of the rotated channels.
+
+    The flags have the names of `NormWeights`, `HeadNorms` and `Rotation`.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
     is_query = head < num_heads
@@ -61,50 +144,66 @@ def _rope_store(
     is_value = (head >= num_heads + num_kv_heads) & (head < num_heads + 2 * num_kv_heads)
     exists = is_query | is_key | is_value
     source = qkv + (token * (num_heads + 2 * num_kv_heads) + head) * head_dim
-    cached = tl.load(cache_rows + token) * (num_kv_heads * head_dim)
-    key = keys + cached + (head - num_heads) * head_dim
-    value = values + cached + (head - num_heads - num_kv_heads) * head_dim
+    key_at = tl.load(cache_rows + token) * num_kv_heads + head - num_heads
+    value_at = key_at - num_kv_heads
+    key = keys + key_at * head_dim
+    value = values + value_at * head_dim
 
-    channel = tl.arange(0, triton.next_power_of_2(half))
-    inside = (channel < half)[None, :]
-    angle = rope + tl.load(positions + token) * (2 * half) + channel
-    cos = tl.load(angle, mask=channel < half, other=0.0)[None, :]
-    sin = tl.load(angle + half, mask=channel < half, other=0.0)[None, :]
+    pair = tl.arange(0, triton.next_power_of_2(half))
+    known = pair < half
+    inside = known[None, :]
+    angle = rope + tl.load(positions + token) * (2 * half) + pair
+    cos = tl.load(angle, mask=known, other=0.0)[None, :]
+    sin = tl.load(angle + half, mask=known, other=0.0)[None, :]
+    # The channels of a pair.
+    channel = pair * 2 if interleaved else pair
+    apart: tl.constexpr = 1 if interleaved else half
     lefts = source[:, None] + channel[None, :]
     left = tl.load(lefts, mask=exists[:, None] & inside, other=0.0)
-    right = tl.load(lefts + half, mask=exists[:, None] & inside, other=0.0)
-    if 2 * half < head_dim:
-        last = 2 * half + tl.arange(0, triton.next_power_of_2(head_dim - 2 * half))
-        within = (last < head_dim)[None, :]
-        rests = source[:, None] + last[None, :]
-        rest = tl.load(rests, mask=exists[:, None] & within, other=0.0)
+    right = tl.load(lefts + apart, mask=exists[:, None] & inside, other=0.0)
+    has_rest: tl.constexpr = 2 * half < head_dim
+    last = 2 * half + tl.arange(0, triton.next_power_of_2(head_dim - 2 * half) if has_rest else 1)
+    within = last < head_dim
+    rests = source[:, None] + last[None, :]
+    rest = tl.load(rests, mask=exists[:, None] & within[None, :], other=0.0)
+    _store_heads(
+        value, value_scales, value_at, is_value,
+        channel, apart, left, right, known, last, rest, within, has_rest, codes,
+    )  # fmt: skip
+    if after_rope:
+        left, right = _rotated(left, right, cos, sin)
     if has_norms:
         total = _squares(left) + _squares(right)
-        if 2 * half < head_dim:
+        if has_rest:
             total += _squares(rest)
         scale = tl.rsqrt(total / head_dim + eps)
-        left = _normalise(left, scale, query_norm, key_norm, channel, half, is_query, is_key)
-        right = _normalise(
-            right, scale, query_norm + half, key_norm + half, channel, half, is_query, is_key
+        left = _normalise(
+            left, scale, query_norm, key_norm, channel, known, is_query, is_key, plus_one, wide
         )
-    wide_left = left.to(tl.float32)
-    wide_right = right.to(tl.float32)
-    new_left = (wide_left * cos - wide_right * sin).to(left.dtype)
-    new_right = (wide_right * cos + wide_left * sin).to(left.dtype)
-    tl.store(lefts, new_left, mask=is_query[:, None] & inside)
-    tl.store(lefts + half, new_right, mask=is_query[:, None] & inside)
-    where = key[:, None] + channel[None, :]
-    tl.store(where, new_left, mask=is_key[:, None] & inside)
-    tl.store(where + half, new_right, mask=is_key[:, None] & inside)
-    where = value[:, None] + channel[None, :]
-    tl.store(where, left, mask=is_value[:, None] & inside)
-    tl.store(where + half, right, mask=is_value[:, None] & inside)
-    if 2 * half < head_dim:
-        if has_norms:
-            rest = _normalise(rest, scale, query_norm, key_norm, last, head_dim, is_query, is_key)
-            tl.store(rests, rest, mask=is_query[:, None] & within)
-        tl.store(key[:, None] + last[None, :], rest, mask=is_key[:, None] & within)
-        tl.store(value[:, None] + last[None, :], rest, mask=is_value[:, None] & within)
+        right = _normalise(
+            right,
+            scale,
+            query_norm + apart,
+            key_norm + apart,
+            channel,
+            known,
+            is_query,
+            is_key,
+            plus_one,
+            wide,
+        )
+    if not after_rope:
+        left, right = _rotated(left, right, cos, sin)
+    _store_pairs(source, channel, apart, left, right, is_query[:, None] & inside)
+    if has_rest and has_norms:
+        rest = _normalise(
+            rest, scale, query_norm, key_norm, last, within, is_query, is_key, plus_one, wide
+        )
+        tl.store(rests, rest, mask=is_query[:, None] & within[None, :])
+    _store_heads(
+        key, key_scales, key_at, is_key,
+        channel, apart, left, right, known, last, rest, within, has_rest, codes,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["cache_rows"])
@@ -114,6 +213,8 @@ def _store(
     cache_rows,
     keys,
     values,
+    key_scales,
+    value_scales,
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -121,18 +222,24 @@ def _store(
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     heads: tl.constexpr,
+    codes: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
+    is_head = head < num_kv_heads
     channel = tl.arange(0, triton.next_power_of_2(head_dim))
-    mask = (head < num_kv_heads)[:, None] & (channel < head_dim)[None, :]
-    cached = tl.load(cache_rows + token) * (num_kv_heads * head_dim) + head * head_dim
+    mask = is_head[:, None] & (channel < head_dim)[None, :]
+    at = tl.load(cache_rows + token) * num_kv_heads + head
+    cached = (at * head_dim)[:, None] + channel[None, :]
     where = token * key_token_stride + head * key_head_stride
-    key = tl.load(new_keys + where[:, None] + channel[None, :], mask=mask)
-    tl.store(keys + cached[:, None] + channel[None, :], key, mask=mask)
+    key = tl.load(new_keys + where[:, None] + channel[None, :], mask=mask, other=0.0)
     where = token * value_token_stride + head * value_head_stride
-    value = tl.load(new_values + where[:, None] + channel[None, :], mask=mask)
-    tl.store(values + cached[:, None] + channel[None, :], value, mask=mask)
+    value = tl.load(new_values + where[:, None] + channel[None, :], mask=mask, other=0.0)
+    if codes:
+        key = encoded(key, row_scales(key_scales, at, greatest(key), is_head, codes), codes)
+        value = encoded(value, row_scales(value_scales, at, greatest(value), is_head, codes), codes)
+    tl.store(keys + cached, key, mask=mask)
+    tl.store(values + cached, value, mask=mask)
 
 
 def rope_store(
@@ -142,8 +249,12 @@ def rope_store(
     cache: LayerCache,
     num_heads: int,
     norms: HeadNorms | None,
+    *,
+    interleaved: bool = False,
 ) -> Tensor:
     """See Kernels. Queries are changed in place; rotated keys are written to the cache only.
+
+    Norms may have any flag but centred ones, whole widths, and weights of each head.
 
     Raises ValueError if `qkv` [T, width] or `rope` is not contiguous.
     """
@@ -159,8 +270,7 @@ def rope_store(
             rope,
             batch.positions,
             batch.cache_rows,
-            cache.keys,
-            cache.values,
+            *stored(cache),
             # Without norms the kernel reads none of them.
             qkv if norms is None else norms.query.weight,
             qkv if norms is None else norms.key.weight,
@@ -171,6 +281,11 @@ def rope_store(
             half=rope.shape[1] // 2,
             heads=taken,
             has_norms=norms is not None,
+            plus_one=norms is not None and norms.query.plus_one,
+            wide=norms is not None and norms.query.wide,
+            after_rope=norms is not None and norms.after_rope,
+            interleaved=interleaved,
+            codes=kind_of_codes(cache),
             num_warps=4,
         )
     return heads[:, :num_heads]
@@ -187,13 +302,13 @@ def store(keys: Tensor, values: Tensor, cache_rows: Tensor, cache: LayerCache) -
         keys,
         values,
         cache_rows,
-        cache.keys,
-        cache.values,
+        *stored(cache),
         *keys.stride()[:2],
         *values.stride()[:2],
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         heads=taken,
+        codes=kind_of_codes(cache),
         num_warps=4,
     )
 

@@ -15,14 +15,22 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from millrace_shard.kernels.cuda.triton_codes import INT8, numbers
+
 SHORT_SPAN = 256
 NUM_SHORT_SPANS = 32
+MIDDLE_SPAN = 512
+NUM_MIDDLE_SPANS = 48
+"""Up to 32768 keys there are 80 spans, so that a single query with one KV head occupies most of a GPU."""
 LONG_SPAN = 2048
 """Later spans are longer, which bounds the memory for partial results."""
 
 _SHORT_SPAN = tl.constexpr(SHORT_SPAN)
 _NUM_SHORT_SPANS = tl.constexpr(NUM_SHORT_SPANS)
+_MIDDLE_SPAN = tl.constexpr(MIDDLE_SPAN)
+_NUM_MIDDLE_SPANS = tl.constexpr(NUM_MIDDLE_SPANS)
 _LONG_SPAN = tl.constexpr(LONG_SPAN)
+_INT8 = tl.constexpr(INT8)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
@@ -40,16 +48,19 @@ def dot(left, right, out, precision: tl.constexpr):
 def span_start(span):
     """The first position of a span, or of each span."""
     short = tl.minimum(span, _NUM_SHORT_SPANS)
-    return short * _SHORT_SPAN + (span - short) * _LONG_SPAN
+    middle = tl.minimum(span - short, _NUM_MIDDLE_SPANS)
+    return short * _SHORT_SPAN + middle * _MIDDLE_SPAN + (span - short - middle) * _LONG_SPAN
 
 
 @triton.jit
 def span_of(position):
     """The span that contains a position, or each position."""
     edge = _NUM_SHORT_SPANS * _SHORT_SPAN
+    last_edge = edge + _NUM_MIDDLE_SPANS * _MIDDLE_SPAN
     short = tl.minimum(position, edge - 1)
-    beyond = tl.maximum(position - edge + _LONG_SPAN, 0)
-    return short // _SHORT_SPAN + beyond // _LONG_SPAN
+    middle = tl.maximum(tl.minimum(position, last_edge - 1) - edge + _MIDDLE_SPAN, 0)
+    beyond = tl.maximum(position - last_edge + _LONG_SPAN, 0)
+    return short // _SHORT_SPAN + middle // _MIDDLE_SPAN + beyond // _LONG_SPAN
 
 
 @triton.jit
@@ -76,8 +87,16 @@ def fold(top, total, out, span_top, span_total, span_out):
 
 
 @triton.jit
-def _read(pages, offsets, known, head_dim: tl.constexpr, masked: tl.constexpr):
-    """Keys or values [chunk, padded_dim], 0 where not `known` and past head_dim."""
+def _read(
+    pages,
+    offsets,
+    known,
+    head_dim: tl.constexpr,
+    masked: tl.constexpr,
+    codes: tl.constexpr,
+    element: tl.constexpr,
+):
+    """Keys or values [chunk, padded_dim] or the numbers of their codes, 0 where not `known` and past head_dim."""
     dims = tl.arange(0, triton.next_power_of_2(head_dim))
     pointers = pages + offsets[:, None] + dims[None, :]
     if masked:
@@ -86,7 +105,7 @@ def _read(pages, offsets, known, head_dim: tl.constexpr, masked: tl.constexpr):
         found = tl.load(pointers, mask=(dims < head_dim)[None, :], other=0.0)
     else:
         found = tl.load(pointers)
-    return found
+    return numbers(found, codes, element)
 
 
 @triton.jit
@@ -96,8 +115,11 @@ def visit(
     out,
     query,
     positions,
+    ends,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     table,
     begin,
     end,
@@ -112,9 +134,14 @@ def visit(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     precision: tl.constexpr,
+    codes: tl.constexpr,
+    num_kv_heads: tl.constexpr,
     masked: tl.constexpr,
 ):
-    """Update the softmax of `query` with the chunks from `begin` to `end`; unmasked, all rows must see all keys."""
+    """Update the softmax of `query` with the chunks from `begin` to `end`; unmasked, all rows must see all keys.
+
+    A row sees the keys before its one of `ends`, and with a window only those after its position less the window.
+    """
     offsets = tl.arange(0, chunk)
     at = begin + offsets
     # Block numbers are loaded one chunk ahead, so that the loads of keys and values do not wait for their addresses.
@@ -123,16 +150,19 @@ def visit(
         at = start + offsets
         known = at < end
         row = block.to(tl.int64) * page_stride + (at % page) * slot_stride
+        scale_row = (block.to(tl.int64) * page + at % page) * num_kv_heads
         block = tl.load(table + (at + chunk) // page, mask=at + chunk < end, other=0)
-        keys = _read(key_pages, row, known, head_dim, masked)
+        keys = _read(key_pages, row, known, head_dim, masked, codes, query.dtype)
         raw = tl.zeros([query.shape[0], chunk], tl.float32)
         raw = dot(query, tl.trans(keys), raw, precision)
+        if codes == _INT8:
+            raw = raw * tl.load(key_scales + scale_row, mask=known, other=0.0)[None, :]
         factor = scale * _LOG2_E
         if has_cap:
             raw = softcap * (2.0 * tl.sigmoid(raw * (2.0 * scale / softcap)) - 1.0)
             factor = _LOG2_E
         if masked:
-            seen = at[None, :] <= positions[:, None]
+            seen = at[None, :] < ends[:, None]
             if has_window:
                 seen = seen & (at[None, :] > positions[:, None] - window)
             raw = tl.where(seen, raw, float("-inf"))
@@ -141,7 +171,14 @@ def visit(
         weights = tl.exp2(tl.fma(raw, factor, tl.broadcast_to(-shift[:, None], raw.shape)))
         carried = tl.exp2(top - shift)
         total = tl.fma(total, carried, tl.sum(weights, 1))
-        values = _read(value_pages, row, known, head_dim, masked)
+        values = _read(value_pages, row, known, head_dim, masked, codes, query.dtype)
+        if codes == _INT8:
+            of_values = tl.load(value_scales + scale_row, mask=known, other=0.0)
+            if query.dtype == tl.float16:
+                # Weights times scales of small values would be subnormal.
+                values = (values.to(tl.float32) * of_values[:, None]).to(tl.float16)
+            else:
+                weights = weights * of_values[None, :]
         out = dot(weights.to(values.dtype), values, out * carried[:, None], precision)
         top = new_top
     return top, total, out

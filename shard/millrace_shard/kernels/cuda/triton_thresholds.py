@@ -18,6 +18,10 @@ LEVELS = ((21, 11), (10, 11), (0, 10))
 """The lowest bit and the number of bits of each level."""
 MOST_BUCKETS = 1 << 11
 KEYS_PER_PROGRAM = 4096
+MOST_COPIES = 8
+"""Of the histogram of the first level, for few rows."""
+COPIED_ROWS = 256
+"""Rows, times copies, that occupy the caches of any GPU by themselves."""
 
 _SCALE = tl.constexpr(float(1 << SCALE_BITS))
 _SIGN = tl.constexpr(1 << 31)
@@ -36,20 +40,25 @@ def ordered(keys):
     return tl.where((bits & _MAGNITUDE) > _INFINITY, _WORD, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["copies"])
 def weigh(
     sums,
     keys,
     probabilities,
     prefixes,
     size,
+    copies,
     low: tl.constexpr,
     high: tl.constexpr,
     num_buckets: tl.constexpr,
     has_probabilities: tl.constexpr,
     chunk: tl.constexpr,
 ):
-    """Add up the keys of each row by their bits from `low` to `high`, if the bits above are the row's prefix."""
+    """Add up the keys of each row by their bits from `low` to `high`, if the bits above are the row's prefix.
+
+    `sums` is [rows, copies, num_buckets]. Neighbouring keys go to different copies: additions to one number wait for
+    each other, and most keys of a row lie in a few buckets.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * chunk + tl.arange(0, chunk)
     chosen = column < size
@@ -63,16 +72,18 @@ def weigh(
         weights = tl.where(found > 0, found * _SCALE, 0.0).to(tl.int64)
     bucket = ((bits >> low) & (num_buckets - 1)).to(tl.int32)
     chosen = chosen & (weights > 0)
-    tl.atomic_add(sums + row * num_buckets + bucket, weights, mask=chosen, sem="relaxed")
+    where = (row * copies + column % copies) * num_buckets + bucket
+    tl.atomic_add(sums + where, weights, mask=chosen, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["copies"])
 def choose(
     thresholds,
     prefixes,
     budgets,
     sums,
     limits,
+    copies,
     num_buckets: tl.constexpr,
     is_first: tl.constexpr,
     is_last: tl.constexpr,
@@ -82,7 +93,10 @@ def choose(
     row = tl.program_id(0).to(tl.int64)
     # The bucket of the greatest keys comes first.
     place = num_buckets - 1 - tl.arange(0, num_buckets)
-    ends = tl.cumsum(tl.load(sums + row * num_buckets + place), 0)
+    weights = tl.zeros([num_buckets], tl.int64)
+    for copy in range(copies):
+        weights += tl.load(sums + (row * copies + copy) * num_buckets + place)
+    ends = tl.cumsum(weights, 0)
     if not is_first:
         prefix = tl.load(prefixes + row)
         budget = tl.load(budgets + row)
@@ -106,24 +120,28 @@ def choose(
 
 
 def find_threshold(keys: Tensor, probabilities: Tensor | None, limit: Tensor) -> Tensor:
-    """See FindThreshold. Takes 48 KiB of scratch memory a row."""
+    """See FindThreshold. Takes 48 KiB of scratch memory a row, or up to 4 MiB for all."""
     num_rows, size = keys.shape
     keys = keys.contiguous()
     weighed = keys if probabilities is None else probabilities.contiguous()
     limit = limit.contiguous()
+    # Only in the first level do most keys meet in a few buckets.
+    copies = [max(1, min(MOST_COPIES, COPIED_ROWS // max(1, num_rows))), 1, 1]
     # A histogram for each level, so that one operation clears all.
-    sums = keys.new_zeros(len(LEVELS), num_rows, MOST_BUCKETS, dtype=torch.int64)
+    sums = keys.new_zeros(num_rows * sum(copies), MOST_BUCKETS, dtype=torch.int64)
+    of_levels = sums.split([num_rows * count for count in copies])
     prefixes, budgets = keys.new_empty(2, num_rows, dtype=torch.int64)
     thresholds = keys.new_empty(num_rows, 1)
     if num_rows == 0:
         return thresholds
     for level, (low, num_bits) in enumerate(LEVELS):
         weigh[(num_rows, triton.cdiv(size, KEYS_PER_PROGRAM))](
-            sums[level],
+            of_levels[level],
             keys,
             weighed,
             prefixes,
             size,
+            copies[level],
             low=low,
             high=low + num_bits,
             num_buckets=1 << num_bits,
@@ -135,8 +153,9 @@ def find_threshold(keys: Tensor, probabilities: Tensor | None, limit: Tensor) ->
             thresholds,
             prefixes,
             budgets,
-            sums[level],
+            of_levels[level],
             limit,
+            copies[level],
             num_buckets=1 << num_bits,
             is_first=level == 0,
             is_last=level == len(LEVELS) - 1,

@@ -19,6 +19,8 @@ class Family:
     """A family, and how its configs are read."""
 
     model_type: str
+    same_types: tuple[str, ...] = ()
+    """Other values of `model_type` for the same class."""
     classes: tuple[str, ...]
     """The values of `architectures` that mean this family."""
     spec: Callable[[ConfigReader], DecoderSpec]
@@ -38,11 +40,18 @@ class Family:
                         f"{alias}={raw[alias]!r} contradicts {name}={raw[name]!r}"
                     )
                 raw = {**raw, name: raw[alias]}
-        config = ConfigReader(raw, {**GENERAL, **self.defaults})
-        config.check_classes((*self.classes, *map(base_class, self.classes)))
-        spec = self.spec(config)
+        spec, config = self._read(raw)
         config.refuse_unread()
         return spec
+
+    def fields(self, raw: Mapping[str, Any]) -> frozenset[str]:
+        """The names of all fields that change what `read` makes of the object, aliases among them. Raises as `read`."""
+        return self._read(raw)[1].fields_read() | self.aliases.keys() | {"eos_token_id", "dtype"}
+
+    def _read(self, raw: Mapping[str, Any]) -> tuple[DecoderSpec, ConfigReader]:
+        config = ConfigReader(raw, {**GENERAL, **self.defaults})
+        config.check_classes((*self.classes, *map(base_class, self.classes)))
+        return self.spec(config), config
 
     def eos_token_id(self, raw: Mapping[str, Any]) -> object:
         """The field of that name: a token id, a list of them, or None; not checked."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from millrace_shard.models.config import ConfigReader
 from millrace_shard.models.families.family import Family
-from millrace_shard.models.families.fields import activation
+from millrace_shard.models.families.fields import activation, window_kinds
 from millrace_shard.models.families.llama import llama_attention
 from millrace_shard.models.spec import (
     AttentionSpec,
@@ -29,13 +29,9 @@ NAMES = WeightNames(
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    num_layers, window = config.count("num_hidden_layers"), config.count("sliding_window")
-    kinds = config.layer_types(num_layers) or tuple(
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
-    )
-    full = gemma_attention(config)
+    full, window = gemma_attention(config), config.count("sliding_window")
     attention = {"full_attention": full, "sliding_attention": replace(full, window=window)}
-    return gemma_decoder(config, [attention[kind] for kind in kinds])
+    return gemma_decoder(config, [attention[kind] for kind in window_kinds(config, 2)])
 
 
 def gemma_attention(

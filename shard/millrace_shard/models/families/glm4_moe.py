@@ -57,12 +57,7 @@ def grouped_rule(config: ConfigReader, count: int) -> RoutingRule:
     """DeepSeek's rule: sigmoids, with the best experts of the best groups."""
     groups, top_groups = config.count("n_group"), config.count("topk_group")
     top_k = experts_per_token(config, count)
-    if count % groups or (groups > 1 and count // groups < 2):
-        raise UnsupportedModel(f"n_group={groups} of {count} experts: groups must have two or more")
-    if top_groups > groups or top_groups * (count // groups) < top_k:
-        raise UnsupportedModel(
-            f"topk_group={top_groups} of {groups} groups has not {top_k} experts"
-        )
+    check_groups(count, groups, top_groups, top_k)
     return RoutingRule(
         top_k=top_k,
         scoring=Scoring.SIGMOID,
@@ -71,6 +66,16 @@ def grouped_rule(config: ConfigReader, count: int) -> RoutingRule:
         top_groups=top_groups,
         scale=config.number("routed_scaling_factor"),
     )
+
+
+def check_groups(count: int, groups: int, top_groups: int, top_k: int) -> None:
+    """Raise UnsupportedModel unless the best `top_groups` of `groups` of `count` experts have `top_k` experts."""
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise UnsupportedModel(f"n_group={groups} of {count} experts: groups must have two or more")
+    if top_groups > groups or top_groups * (count // groups) < top_k:
+        raise UnsupportedModel(
+            f"topk_group={top_groups} of {groups} groups has not {top_k} experts"
+        )
 
 
 FAMILY = Family(

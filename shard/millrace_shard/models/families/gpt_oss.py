@@ -13,7 +13,7 @@ from millrace_shard.models.families.expert_fields import (
     mixture_decoder,
 )
 from millrace_shard.models.families.family import Family
-from millrace_shard.models.families.fields import activation
+from millrace_shard.models.families.fields import activation, window_kinds
 from millrace_shard.models.families.llama import llama_attention
 from millrace_shard.models.spec import (
     DecoderSpec,
@@ -24,16 +24,14 @@ from millrace_shard.models.spec import (
     WeightNames,
 )
 
-NAMES = WeightNames(layer=LayerNames(experts=(ExpertNames(router="mlp.router", transposed=True),)))
+EXPERTS = ExpertNames(router="mlp.router", transposed=True, alternating=True)
+NAMES = WeightNames(layer=LayerNames(experts=(EXPERTS,)))
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
     bias = config.flag("attention_bias")
     attention = replace(llama_attention(config), qkv_bias=bias, out_bias=bias, sinks=True)
-    num_layers, window = config.count("num_hidden_layers"), config.value("sliding_window")
-    kinds = config.layer_types(num_layers) or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
-    ]
+    kinds, window = window_kinds(config, 2), config.value("sliding_window")
     if "sliding_attention" in kinds:
         window = config.count("sliding_window")
     layers = [
@@ -51,7 +49,7 @@ def _spec(config: ConfigReader) -> DecoderSpec:
         ),
         bias=True,
     )
-    spec = mixture_decoder(config, layers, experts, [True] * num_layers)
+    spec = mixture_decoder(config, layers, experts, [True] * len(kinds))
     norm = replace(spec.norm, wide=True)
     return replace(
         spec,

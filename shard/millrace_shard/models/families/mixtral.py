@@ -22,14 +22,14 @@ from millrace_shard.models.spec import (
     WeightNames,
 )
 
-_PUBLISHED = ExpertNames(
+PUBLISHED = ExpertNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts",
     gate="w1",
     up="w3",
     down="w2",
 )
-NAMES = WeightNames(layer=LayerNames(experts=(_PUBLISHED, ExpertNames())))
+NAMES = WeightNames(layer=LayerNames(experts=(PUBLISHED, ExpertNames())))
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:

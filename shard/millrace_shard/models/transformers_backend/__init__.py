@@ -1,4 +1,5 @@
 """Runs classes of `transformers` on our paged KV cache.
 
 Entry points: `transformers_loader.TransformersLoader`, `transformers_model.TransformersModel`.
+Imports: device, errors, kernels, kernels.cpu, kernels.lora, models, weights.
 """

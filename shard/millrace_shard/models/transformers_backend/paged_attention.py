@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from millrace_shard.device.pulse import PULSE
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -66,6 +67,7 @@ class PagedAttention:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
     ) -> Tensor:
+        PULSE.advance()
         self.kernels.store(keys, values, self.batch, self.cache[layer])
         return self.kernels.attend(
             queries,

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from millrace_shard.models.config import ConfigReader, read_rope
 from millrace_shard.models.rope import POSITIONS_PER_STEP, longest_position, model_rope_table
-from millrace_shard.models.spec import DynamicScaling, LongRopeScaling, RopeSpec
+from millrace_shard.models.rope_spec import DynamicScaling, LongRopeScaling, RopeSpec
 
 
 def rope_of(config: PretrainedConfig) -> RopeSpec | None:

@@ -115,13 +115,7 @@ class SelfCheck:
             start += count
 
     def _cache(self, layer: KVLayer, num_blocks: int) -> LayerCache:
-        cache = self.kernels.new_cache(
-            num_blocks=num_blocks,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        cache = layer.new_cache(self.kernels, num_blocks, self.dtype, self.device)
         self.kernels.zero_blocks(cache, torch.arange(num_blocks, device=self.device))
         return cache
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,15 @@ from millrace_shard.models.transformers_backend.paged_attention import (
     AttentionRule,
     attending,
 )
+from millrace_shard.weights.checkpoint_files import ENCODERS
 
 
 def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The decoder's class. Raises UnsupportedModel if there is none."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and config.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"{config.model_type} has an encoder and a decoder; only models of one decoder are served"
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
             f"{config.model_type} is not a decoder: transformers has no causal LM class for it"
@@ -176,6 +182,7 @@ SUPPORTED = (
     "gpt_bigcode",
     "gpt_neox",
     "opt",
+    "phi",
     "stablelm",
     "starcoder2",
 )
@@ -187,17 +194,32 @@ def is_listed(config: PretrainedConfig) -> bool:
     return config.model_type in SUPPORTED
 
 
+def _what_else(config: PretrainedConfig) -> str:
+    """The flag that tries a class, or why it would be refused."""
+    if config.model_type in ENCODERS:
+        return "it only encodes"
+    try:
+        check_unlisted(config)
+    except UnsupportedModel as error:
+        return str(error)
+    return "--allow-unlisted-model tries other classes of transformers, and checks their logits at the start"
+
+
 def check_supported(
-    config: PretrainedConfig, *, own: Iterable[str] = (), allow_unlisted: bool = False
+    config: PretrainedConfig,
+    *,
+    own: Iterable[str] = (),
+    nearest: Callable[[Mapping[str, Any]], str] | None = None,
+    allow_unlisted: bool = False,
 ) -> None:
     """Raise UnsupportedModel for architectures and quantised weights that are not supported.
 
-    The message names the types of the families that our own decoder computes, `own`.
+    The message names the types of the families that our own decoder computes, `own`, and that which is `nearest`.
     """
     if not is_listed(config) and not allow_unlisted:
         raise UnsupportedModel(
             f"model_type {config.model_type!r} is not supported; these are: {', '.join((*own, *SUPPORTED))};"
-            " --allow-unlisted-model tries other classes of transformers, and checks their logits at the start"
+            f" {_what_else(config)}{'' if nearest is None else f'; the nearest is {nearest(config.to_dict())}'}"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"quantization_config is not supported for {config.model_type}")

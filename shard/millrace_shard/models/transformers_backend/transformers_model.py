@@ -116,7 +116,12 @@ class TransformersModel:
             and not has_own_products(model),
         )
         self.geometry = KVGeometry(
-            tuple(KVLayer(*shapes.layers[i], *scales[i : i + 1]) for i in range(len(shapes.layers)))
+            tuple(
+                KVLayer(*shapes.layers[i], scales=scales[i])
+                if i < len(scales)
+                else KVLayer(*shapes.layers[i])
+                for i in range(len(shapes.layers))
+            )
         )
 
     @torch.inference_mode()

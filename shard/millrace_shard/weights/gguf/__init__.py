@@ -1,5 +1,5 @@
 """GGUF files: one file with metadata, tokenizer and tensors in block formats, prepared as a model folder.
 
 Entry points: `folder.prepare_gguf`, `files.GgufFiles`.
-May import: the rest of weights, errors.
+Imports: errors, kernels, weights, weights.quantized.
 """

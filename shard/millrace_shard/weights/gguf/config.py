@@ -10,9 +10,22 @@ import torch
 from torch import Tensor
 
 from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.weights.gguf.architectures import (
+    ARCHITECTURES,
+    CLASSES,
+    Architecture,
+    Source,
+)
 from millrace_shard.weights.gguf.header import GgufHeader
 from millrace_shard.weights.gguf.metadata import Metadata
-from millrace_shard.weights.gguf.tensor_names import EMBEDDING, HEAD, ROPE_FACTORS
+from millrace_shard.weights.gguf.tensor_names import (
+    EMBEDDING,
+    HEAD,
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    biased,
+)
 
 DEFAULT_THETA = 10000.0
 LLAMA3 = {
@@ -25,25 +38,54 @@ TOLERANCE = 1e-4
 
 
 def rope_parameters(
-    metadata: Metadata, arch: str, config: Mapping[str, Any], factors: Tensor | None
+    metadata: Metadata, arch: str, config: Mapping[str, Any], factors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """`rope_parameters` of a config.json; `factors` [head_dim / 2] divide the frequencies.
+    """`rope_parameters` of a config.json; `factors` [rotated channels / 2], by their tensors, divide the frequencies.
 
     Raises UnsupportedModel for scalings that transformers does not have.
     """
     theta = metadata.number(f"{arch}.rope.freq_base") or DEFAULT_THETA
-    scaling = _scaling(metadata, arch, config)
-    if factors is None or (factors == 1).all():
-        return {"rope_theta": theta, **scaling}
-    if scaling["rope_type"] != "default":
-        raise UnsupportedModel(
-            f"{arch}.rope.scaling.type={scaling['rope_type']!r} with a tensor {ROPE_FACTORS} is not supported"
-        )
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return {"rope_theta": theta, **_llama3(factors.float(), theta, head_dim)}
+    rotated = metadata.count(f"{arch}.rope.dimension_count") or head_dim
+    scaling = _scaling(metadata, arch, config, factors)
+    if rotated != head_dim:
+        scaling["partial_rotary_factor"] = rotated / head_dim
+    for name, tensor in factors.items():
+        if tensor.shape != (rotated // 2,):
+            raise WeightsError(
+                f"tensor {name} has shape {list(tensor.shape)}, and {rotated} channels of a head are rotated"
+            )
+    common = factors.get(ROPE_FACTORS)
+    if common is not None and not (common == 1).all():
+        if scaling["rope_type"] != "default":
+            raise UnsupportedModel(
+                f"{arch}.rope.scaling.type={scaling['rope_type']!r} with a tensor {ROPE_FACTORS} is not supported"
+            )
+        scaling |= _llama3(common.float(), theta, rotated)
+    return _by_kind(metadata, arch, config, {"rope_theta": theta, **scaling})
 
 
-def _scaling(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _by_kind(
+    metadata: Metadata, arch: str, config: Mapping[str, Any], parameters: dict[str, Any]
+) -> dict[str, Any]:
+    """The parameters for each kind of layer, where kinds differ in families of transformers."""
+    local = metadata.number(f"{arch}.rope.freq_base_swa")
+    if config["model_type"] in ("gemma3_text", "olmo3"):
+        theta = parameters["rope_theta"] if config["model_type"] == "olmo3" else DEFAULT_THETA
+        window = {"rope_type": "default", "rope_theta": local or theta}
+        return {"full_attention": parameters, "sliding_attention": window}
+    if local not in (None, parameters["rope_theta"]):
+        raise UnsupportedModel(
+            f"{metadata.describe(f'{arch}.rope.freq_base_swa')} is not supported"
+        )
+    return parameters
+
+
+def _scaling(
+    metadata: Metadata, arch: str, config: Mapping[str, Any], factors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    if LONG_FACTORS in factors or SHORT_FACTORS in factors:
+        return _longrope(metadata, arch, config, factors)
     prefix = f"{arch}.rope.scaling"
     kind = metadata.text(f"{prefix}.type")
     factor = metadata.number(f"{prefix}.factor") or metadata.number(f"{arch}.rope.scale_linear")
@@ -65,6 +107,7 @@ def _scaling(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> dict[s
             "factor": factor,
             "original_max_position_embeddings": original or config["max_position_embeddings"],
             **{name: beta for name, beta in betas.items() if beta is not None},
+            **({"truncate": False} if config["model_type"] == "gpt_oss" else {}),
         }
     raise UnsupportedModel(
         f"{prefix}.type={kind!r} with {prefix}.factor={factor} is not supported;"
@@ -72,11 +115,32 @@ def _scaling(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> dict[s
     )
 
 
-def _llama3(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
-    if factors.shape != (head_dim // 2,):
+def _longrope(
+    metadata: Metadata, arch: str, config: Mapping[str, Any], factors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    prefix = f"{arch}.rope.scaling"
+    if factors.keys() != {LONG_FACTORS, SHORT_FACTORS}:
         raise WeightsError(
-            f"tensor {ROPE_FACTORS} has shape {list(factors.shape)}, and heads have {head_dim} channels"
+            f"the file has {', '.join(factors)} of {LONG_FACTORS} and {SHORT_FACTORS}"
         )
+    if (kind := metadata.text(f"{prefix}.type")) not in (None, "longrope"):
+        raise UnsupportedModel(
+            f"{prefix}.type={kind!r} with a tensor {LONG_FACTORS} is not supported"
+        )
+    original = metadata.count(f"{prefix}.original_context_length")
+    original = original or config["max_position_embeddings"]
+    fields = {
+        "rope_type": "longrope",
+        "short_factor": factors[SHORT_FACTORS].tolist(),
+        "long_factor": factors[LONG_FACTORS].tolist(),
+        "original_max_position_embeddings": original,
+        "factor": config["max_position_embeddings"] / original,
+    }
+    attention = metadata.number(f"{prefix}.attn_factor")
+    return fields if attention is None else {**fields, "attention_factor": attention}
+
+
+def _llama3(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
     factor = float(factors.max())
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
@@ -90,51 +154,67 @@ def _llama3(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""A Mistral model has the architecture llama."""
 LONGEST_CONTEXT = 10_485_760
 WITHOUT_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")
+EPSILONS = {"rms_norm_eps": "layer_norm_rms_epsilon", "layer_norm_eps": "layer_norm_epsilon"}
+"""Keys by the fields of config.json."""
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "pooling_type": 0}
 """Counts with the value that has no effect."""
 
 
+def architecture_of(metadata: Metadata, name: str) -> Architecture:
+    """Of the file `name`. Raises UnsupportedModel, with the supported ones."""
+    arch = metadata.text("general.architecture")
+    if arch == "clip":
+        raise UnsupportedModel(f"{name} is for images (mmproj); name the file of the text model")
+    if arch not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{name} has the architecture {arch!r}; these are supported: {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[arch]
+
+
 def model_config(
-    header: GgufHeader, metadata: Metadata, rope_factors: Tensor | None
+    header: GgufHeader, metadata: Metadata, factors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The object of a config.json without token ids; `rope_factors` is the tensor rope_freqs.weight, if any.
+    """The object of a config.json without token ids; `factors` are tensors of rotary embeddings, if any, by name.
 
     Raises UnsupportedModel for another architecture or an unknown key, and WeightsError for wrong values.
     """
+    architecture = architecture_of(metadata, header.path.name)
     arch = metadata.text("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{header.path.name} has the architecture {arch!r}; these are supported: {', '.join(ARCHITECTURES)}"
-        )
-    config = _sizes(header, metadata, arch)
-    config |= _family(header, metadata, arch)
+    assert arch is not None
+    config = {"model_type": architecture.model_type} | _sizes(header, metadata, arch, architecture)
+    head_dim = _head_dim(metadata, arch, architecture)
+    if architecture.has_head_dim:
+        config["head_dim"] = head_dim
+    config |= architecture.fields(Source(header, metadata, arch))
+    config |= biased(header, architecture)[0]
     config["architectures"] = [CLASSES[config["model_type"]]]
-    config["rope_parameters"] = rope_parameters(metadata, arch, config, rope_factors)
-    _refuse_unknown(metadata, arch)
+    config["rope_parameters"] = rope_parameters(metadata, arch, config, factors)
+    _refuse_unknown(metadata, arch, config)
     return config
 
 
-def _sizes(header: GgufHeader, metadata: Metadata, arch: str) -> dict[str, Any]:
+def _sizes(
+    header: GgufHeader, metadata: Metadata, arch: str, architecture: Architecture
+) -> dict[str, Any]:
     def needed(name: str) -> int:
         return metadata.needed(f"{arch}.{name}")
 
     embedding = header.tensors.get(EMBEDDING)
     if embedding is None:
         raise WeightsError(f"tensor {EMBEDDING} is missing from {header.path.name}")
-    epsilon = metadata.number(f"{arch}.attention.layer_norm_rms_epsilon")
+    key = f"{arch}.attention.{EPSILONS[architecture.epsilon]}"
+    epsilon = metadata.number(key)
     if epsilon is None:
-        raise WeightsError(f"{header.path.name} has no {arch}.attention.layer_norm_rms_epsilon")
-    heads = needed("attention.head_count")
+        raise WeightsError(f"{header.path.name} has no {key}")
+    heads, layers = needed("attention.head_count"), needed("block_count")
+    if layers > len(header.tensors):
+        # Lists of layers would take memory.
+        raise WeightsError(
+            f"{header.path.name} announces {layers} layers, and has {len(header.tensors)} tensors"
+        )
     context = needed("context_length")
     if context > LONGEST_CONTEXT:
         raise WeightsError(
@@ -144,35 +224,18 @@ def _sizes(header: GgufHeader, metadata: Metadata, arch: str) -> dict[str, Any]:
         "vocab_size": metadata.count(f"{arch}.vocab_size") or embedding.shape[0],
         "hidden_size": needed("embedding_length"),
         "intermediate_size": needed("feed_forward_length"),
-        "num_hidden_layers": needed("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.count(f"{arch}.attention.head_count_kv") or heads,
         "max_position_embeddings": context,
-        "rms_norm_eps": epsilon,
+        architecture.epsilon: epsilon,
         "hidden_act": "silu",
         "tie_word_embeddings": HEAD not in header.tensors,
         "dtype": _dtype(header),
     }
 
 
-def _family(header: GgufHeader, metadata: Metadata, arch: str) -> dict[str, Any]:
-    head_dim = _head_dim(metadata, arch)
-    if arch == "qwen2":
-        return {"model_type": arch, "use_sliding_window": False}
-    if arch == "qwen3":
-        return {"model_type": arch, "head_dim": head_dim, "use_sliding_window": False}
-    window = metadata.count("llama.attention.sliding_window")
-    if window:
-        return {"model_type": "mistral", "head_dim": head_dim, "sliding_window": window}
-    return {
-        "model_type": arch,
-        "head_dim": head_dim,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
-    }
-
-
-def _head_dim(metadata: Metadata, arch: str) -> int:
+def _head_dim(metadata: Metadata, arch: str, architecture: Architecture) -> int:
     """The width of a head, which several keys repeat."""
     hidden = metadata.needed(f"{arch}.embedding_length")
     heads = metadata.needed(f"{arch}.attention.head_count")
@@ -180,7 +243,12 @@ def _head_dim(metadata: Metadata, arch: str) -> int:
     head_dim = metadata.count(f"{arch}.attention.key_length") or plain
     repeated = ("attention.value_length", "rope.dimension_count")
     widths = [metadata.count(f"{arch}.{name}") or head_dim for name in repeated]
-    if any(width != head_dim for width in widths) or (arch == "qwen2" and head_dim != plain):
+    is_partial = architecture.may_be_partial and 0 < widths[1] < head_dim and widths[1] % 2 == 0
+    if (
+        widths[0] != head_dim
+        or (widths[1] != head_dim and not is_partial)
+        or (head_dim != plain and not architecture.has_head_dim)
+    ):
         raise UnsupportedModel(
             f"{arch}: heads of {hidden}/{heads} channels with {arch}.attention.key_length={head_dim},"
             f" {arch}.attention.value_length={widths[0]} and {arch}.rope.dimension_count={widths[1]} are not supported"
@@ -198,10 +266,12 @@ def _dtype(header: GgufHeader) -> str:
     return kinds.pop() if len(kinds) == 1 else "bfloat16"
 
 
-def _refuse_unknown(metadata: Metadata, arch: str) -> None:
+def _refuse_unknown(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel for the first key of the architecture that is neither understood nor without effect."""
     for name, neutral in NEUTRAL.items():
         key = f"{arch}.{name}"
+        if name.startswith("expert") and "num_experts_per_tok" in config:
+            continue
         if metadata.count(key) not in (None, neutral):
             raise UnsupportedModel(f"{metadata.describe(key)} is not supported for {arch}")
     if metadata.flag(f"{arch}.attention.causal") is False:

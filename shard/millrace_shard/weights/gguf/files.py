@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from io import BufferedReader
 from pathlib import Path
 
@@ -12,11 +14,19 @@ import torch
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
-from millrace_shard.kernels.quantized import QuantizedTensor
+from millrace_shard.kernels.quantized import UNIT_INPUTS, QuantizedTensor, ScaleUnits
+from millrace_shard.weights.checkpoint_files import file_state
 from millrace_shard.weights.gguf.block_formats import BlockCodes, BlockFormat
+from millrace_shard.weights.gguf.config import architecture_of
 from millrace_shard.weights.gguf.header import GgufHeader, StoredTensor
+from millrace_shard.weights.gguf.known_folders import model_files
 from millrace_shard.weights.gguf.metadata import Metadata
-from millrace_shard.weights.gguf.tensor_names import is_rotated, stored_name
+from millrace_shard.weights.gguf.tensor_names import (
+    GATE_OF_SHARED,
+    is_norm,
+    is_rotated,
+    stored_name,
+)
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, Span
 
 ELEMENTS_PER_PASS = 1 << 21
@@ -48,6 +58,7 @@ def read_codes(
     groups = Groups.of(form.group, columns)
     of_blocks = groups.index - first // form.group
     inside = slice(columns[0] - first, columns[1] - first)
+    largest = form.table().abs().max()
     parts_read = []
     for start, end, blocks in _pieces(file, tensor, rows, columns):
         parts = form.split(blocks)
@@ -55,11 +66,16 @@ def read_codes(
             None if each is None else each.view(end - start, -1)[:, of_blocks]
             for each in (parts.scales, parts.offsets)
         )
-        for each in (scales, offsets):
+        assert scales is not None
+        for each in (scales * largest, offsets):
             if each is not None:
                 _check_finite(file, tensor, each)
-        assert scales is not None
-        parts_read.append(BlockCodes(parts.codes.view(end - start, -1)[:, inside], scales, offsets))
+        units = parts.units and parts.units.each(partial(torch.reshape, shape=(end - start, -1)))
+        codes = parts.codes.view(end - start, -1)[:, inside]
+        parts_read.append(BlockCodes(codes, scales, offsets, units))
+    units_read = [part.units for part in parts_read if part.units is not None]
+    # Units of a block that is cut would belong to other inputs than kernels assume.
+    has_units = bool(units_read) and columns[0] == first and UNIT_INPUTS % groups.size == 0
     offsets_read = [part.offsets for part in parts_read if part.offsets is not None]
     return QuantizedTensor(
         codes=torch.cat([part.codes for part in parts_read]),
@@ -67,6 +83,12 @@ def read_codes(
         scales=torch.cat([part.scales for part in parts_read]),
         offsets=torch.cat(offsets_read) if offsets_read else None,
         group_size=groups.size,
+        units=ScaleUnits(
+            torch.cat([each.scales for each in units_read]),
+            torch.cat([each.offsets for each in units_read]),
+        )
+        if has_units
+        else None,
     )
 
 
@@ -110,30 +132,41 @@ def _name(file: BufferedReader) -> str:
     return Path(file.name).resolve().name
 
 
-MODEL = "model.gguf"
+@lru_cache(maxsize=4)
+def _header(paths: tuple[Path, ...], states: tuple[str, ...]) -> GgufHeader:  # noqa: ARG001
+    """The header of files in these states, without its lists of tokens, which only the preparation needs."""
+    return GgufHeader.read(*paths, with_lists=False)
+
+
 PREFIX = "model."
+FEWEST_BITS = 4
+"""Of a code in kernels."""
 
 
 class GgufFiles:
     """A reader with the methods of SafetensorFiles. Methods raise WeightsError, naming the tensor.
 
-    Files of the llama architecture hold the rows of the query and key projections so that the pairs that RoPE rotates
-    are neighbours: row 2j + i of a head is row i * D/2 + j of transformers. `read` undoes that.
+    Files of some architectures hold the rows of the query and key projections so that the pairs that RoPE rotates are
+    neighbours: row 2j + i of a head is row i * D/2 + j of transformers. `read` undoes that. It also takes 1 from norms
+    to which the file adds it. Experts, which the file stacks, are tensors for themselves, named by their numbers.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / MODEL
-        self._header = GgufHeader.read(self._path)
-        self._file = self._path.open("rb")
-        metadata = Metadata(self._header.metadata, self._path.name)
+        self._paths = model_files(folder)
+        states = (file_state(path) if path.is_file() else "" for path in self._paths)
+        self._header = _header(tuple(self._paths), tuple(states))
+        self._files = [path.open("rb") for path in self._paths]
+        metadata = Metadata(self._header.metadata, self._paths[0].name)
+        self._architecture = architecture_of(metadata, self._paths[0].name)
         self._num_heads = {}
-        if metadata.text("general.architecture") == "llama":
-            heads = metadata.needed("llama.attention.head_count")
-            kv_heads = metadata.count("llama.attention.head_count_kv") or heads
+        if self._architecture.is_rotated:
+            arch = metadata.text("general.architecture")
+            heads = metadata.needed(f"{arch}.attention.head_count")
+            kv_heads = metadata.count(f"{arch}.attention.head_count_kv") or heads
             self._num_heads = {"attn_q": heads, "attn_k": kv_heads}
 
     def __contains__(self, name: str) -> bool:
-        return stored_name(_full(name)) in self._header.tensors
+        return stored_name(_full(name), self._architecture.modules)[0] in self._header.tensors
 
     def is_plain(self, name: str) -> bool:
         """Whether there is such a tensor: `read` gives floating-point numbers for every format."""
@@ -151,6 +184,8 @@ class GgufFiles:
     def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
         """Rows (dim 0) or columns (dim 1) `span` of a tensor: float32 for quantised blocks, else the file's dtype."""
         tensor = self._tensor(name)
+        if self._architecture.norms_plus_one and is_norm(tensor.name):
+            return self._part(tensor, dim, span).float() - 1
         if not is_rotated(tensor.name) or not self._num_heads:
             return self._part(tensor, dim, span)
         size = self._head_dim(tensor)
@@ -170,18 +205,27 @@ class GgufFiles:
                 f"tensor {name} has shape {list(tensor.shape)}, its config says {[cut.outputs, cut.inputs]}"
             )
         if not is_rotated(tensor.name) or not self._num_heads:
-            return read_codes(self._file, tensor, cut.rows, cut.columns)
+            return read_codes(self._file_of(tensor), tensor, cut.rows, cut.columns)
         size, (start, end) = self._head_dim(tensor), cut.rows
         whole = start // size * size, -(-end // size) * size
-        codes = read_codes(self._file, tensor, whole, cut.columns)
+        codes = read_codes(self._file_of(tensor), tensor, whole, cut.columns)
         offsets = None if codes.offsets is None else _unrotated(codes.offsets, size)
         heads = replace(
             codes,
             codes=_unrotated(codes.codes, size),
             scales=_unrotated(codes.scales, size),
             offsets=offsets,
+            units=codes.units and codes.units.each(lambda each: _unrotated(each, size)),
         )
         return heads.rows(start - whole[0], end - whole[0])
+
+    def costs(self) -> list[str]:
+        """A line for each block type of fewer than FEWEST_BITS bits, which kernels do not have."""
+        names = defaultdict[BlockFormat, list[str]](list)
+        for tensor in self._header.tensors.values():
+            if tensor.format.split is not None and tensor.format.stored_bits < FEWEST_BITS:
+                names[tensor.format].append(tensor.name)
+        return [_cost(form, tensors) for form, tensors in names.items()]
 
     def release(self, values: Tensor) -> None:
         """Do nothing: `values` are a copy, whose memory ends with it."""
@@ -198,20 +242,26 @@ class GgufFiles:
         return False
 
     def paths(self) -> list[Path]:
-        return [self._path]
+        return self._paths
 
     def num_bytes(self) -> int:
         return self._header.size
 
     def close(self) -> None:
-        self._file.close()
+        for file in self._files:
+            file.close()
 
     def _tensor(self, name: str) -> StoredTensor:
-        stored = stored_name(_full(name))
+        stored, expert = stored_name(_full(name), self._architecture.modules)
         tensor = None if stored is None else self._header.tensors.get(stored)
-        if tensor is None:
+        if tensor is None or (expert is not None and expert >= tensor.shape[0]):
             raise WeightsError(f"tensor {name} is missing from the checkpoint")
-        return tensor
+        if GATE_OF_SHARED in tensor.name:
+            return replace(tensor, shape=(1, tensor.shape[-1]))
+        return tensor if expert is None else tensor.element(expert)
+
+    def _file_of(self, tensor: StoredTensor) -> BufferedReader:
+        return self._files[tensor.part]
 
     def _head_dim(self, tensor: StoredTensor) -> int:
         heads = self._num_heads[tensor.name.split(".")[2]]
@@ -220,11 +270,20 @@ class GgufFiles:
         return tensor.shape[0] // heads
 
     def _part(self, tensor: StoredTensor, dim: int, span: tuple[int, int]) -> Tensor:
+        file = self._file_of(tensor)
         if len(tensor.shape) == 1:
-            return read_part(self._file, tensor, (0, 1), span)[0]
+            return read_part(file, tensor, (0, 1), span)[0]
         rows = (0, math.prod(tensor.shape[:-1]))
         columns = (0, tensor.shape[-1])
-        return read_part(self._file, tensor, *((span, columns) if dim == 0 else (rows, span)))
+        return read_part(file, tensor, *((span, columns) if dim == 0 else (rows, span)))
+
+
+def _cost(form: BlockFormat, names: Sequence[str]) -> str:
+    layers = {name.split(".")[1] for name in names if name.startswith("blk.")}
+    return (
+        f"no kernel has {form.name}: {len(names)} tensors of {len(layers)} layers run as codes of"
+        f" {FEWEST_BITS} bits, with scales on top, where the file has {form.stored_bits:.2f} bits a weight in all"
+    )
 
 
 def _full(name: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,23 @@ from torch import Tensor
 
 from millrace_shard.errors import ModelError, WeightsError
 from millrace_shard.weights.checkpoint_files import TOKENIZER
-from millrace_shard.weights.gguf.config import model_config
-from millrace_shard.weights.gguf.files import MODEL, read_part
+from millrace_shard.weights.gguf.config import architecture_of, model_config
+from millrace_shard.weights.gguf.file_names import parts_of
+from millrace_shard.weights.gguf.files import read_part
 from millrace_shard.weights.gguf.header import GgufHeader
+from millrace_shard.weights.gguf.known_folders import (
+    FORMAT_VERSION,
+    MODEL,
+    MORE,
+    TOKENIZER_FILES,
+)
 from millrace_shard.weights.gguf.metadata import Metadata
-from millrace_shard.weights.gguf.tensor_names import ROPE_FACTORS, check_tensors
+from millrace_shard.weights.gguf.tensor_names import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    check_tensors,
+)
 from millrace_shard.weights.gguf.tokenizer import (
     PREFIX,
     Vocabulary,
@@ -29,37 +42,44 @@ from millrace_shard.weights.gguf.tokenizer import (
     tokenizer_json,
 )
 from millrace_shard.weights.json_object import read_json_object
+from millrace_shard.weights.published import NO_SAMPLING
+
+SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
+"""In the paths of files in the hub's cache."""
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
-"""Changes with the contents of a prepared folder, and with its checks."""
-TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 
-
-def prepare_gguf(path: Path, cache_root: Path, *, tokenizer: Path | None) -> Path:
+def prepare_gguf(
+    path: Path,
+    cache_root: Path,
+    *,
+    tokenizer: Path | None,
+    sampling: Mapping[str, float] = NO_SAMPLING,
+) -> Path:
     """The folder below `cache_root` with the files of the model in `path`, made at the first call.
 
-    It holds config.json, generation_config.json, tokenizer.json, tokenizer_config.json and model.gguf, a link to the
-    file. The files of the tokenizer come from the folder `tokenizer`, else from the file's metadata. Raises ModelError,
-    whose text names the file and what is wrong with it; no weight has been read then.
+    `path` may be any part of a split file. The folder holds config.json, generation_config.json, tokenizer.json,
+    tokenizer_config.json and model.gguf, a link to the file, with more of them for further parts. The files of the
+    tokenizer come from the folder `tokenizer`, else from the file's metadata; `sampling` are values for
+    generation_config.json that `tokenizer` lacks. Raises ModelError, whose text names the file and what is wrong with
+    it; no weight has been read then.
     """
-    header = GgufHeader.read(path)
-    target = cache_root / _digest(header, tokenizer)
+    paths = parts_of(path)
+    header = GgufHeader.read(*paths)
+    commit = SNAPSHOT.search(str(path.absolute()))
+    # From the name of a folder the launcher reads the commit of a model on the hub.
+    name = _digest(header, tokenizer, sampling) + (f"-{commit[1]}" if commit else "")
+    target = cache_root / name
     if (target / MODEL).is_file():
         return target
     cache_root.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(dir=cache_root))
     try:
-        _write(building, header, tokenizer)
-        (building / MODEL).symlink_to(path.resolve())
+        _write(building, header, tokenizer, sampling)
+        for number, part in enumerate(paths, 1):
+            link = MODEL if number == 1 else MORE.format(number)
+            (building / link).symlink_to(part.resolve())
         try:
             building.rename(target)
         except OSError:
@@ -72,21 +92,29 @@ def prepare_gguf(path: Path, cache_root: Path, *, tokenizer: Path | None) -> Pat
     return target
 
 
-def _digest(header: GgufHeader, tokenizer: Path | None) -> str:
-    with header.path.open("rb") as file:
-        start = file.read(header.num_bytes)
-    state = [str(FORMAT_VERSION), str(header.path.resolve()), str(header.size)]
+def _digest(header: GgufHeader, tokenizer: Path | None, sampling: Mapping[str, float]) -> str:
+    digest = hashlib.sha256()
+    state = [str(FORMAT_VERSION), str(header.size)]
+    for path, num_bytes in zip(header.paths, header.num_bytes, strict=True):
+        with path.open("rb") as file:
+            digest.update(file.read(num_bytes))
+        state.append(str(path.resolve()))
     for path in [] if tokenizer is None else sorted(tokenizer.iterdir()):
         if path.name in TOKENIZER_FILES:
             status = path.stat()
             state.append(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}")
-    return hashlib.sha256(start + "\n".join(state).encode()).hexdigest()[:16]
+    if sampling:
+        state.append(json.dumps(dict(sampling), sort_keys=True))
+    digest.update("\n".join(state).encode())
+    return digest.hexdigest()[:16]
 
 
-def _write(folder: Path, header: GgufHeader, tokenizer: Path | None) -> None:
+def _write(
+    folder: Path, header: GgufHeader, tokenizer: Path | None, sampling: Mapping[str, float]
+) -> None:
     metadata = Metadata(header.metadata, header.path.name)
     config = model_config(header, metadata, _rope_factors(header))
-    check_tensors(header, config)
+    check_tensors(header, config, architecture_of(metadata, header.path.name))
     if tokenizer is None:
         generation = _write_tokenizer(folder, metadata, config)
     else:
@@ -96,7 +124,7 @@ def _write(folder: Path, header: GgufHeader, tokenizer: Path | None) -> None:
         )
     ends = generation.get("eos_token_id")
     _write_json(folder / "config.json", {**config, "eos_token_id": ends})
-    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "generation_config.json", {**sampling, **generation})
 
 
 def _write_tokenizer(folder: Path, metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -164,14 +192,18 @@ def _eos_id(source: Path, tokenizer: Tokenizer) -> int | None:
     return tokenizer.token_to_id(text) if isinstance(text, str) else None
 
 
-def _rope_factors(header: GgufHeader) -> Tensor | None:
-    tensor = header.tensors.get(ROPE_FACTORS)
-    if tensor is None:
-        return None
-    if len(tensor.shape) != 1 or tensor.format.dtype != torch.float32:
-        raise WeightsError(f"tensor {ROPE_FACTORS} is not a vector of float32")
-    with header.path.open("rb") as file:
-        return read_part(file, tensor, (0, 1), (0, tensor.shape[0]))[0]
+def _rope_factors(header: GgufHeader) -> dict[str, Tensor]:
+    """The tensors that divide the frequencies of rotary embeddings, float32 vectors by name."""
+    factors = {}
+    for name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
+        tensor = header.tensors.get(name)
+        if tensor is None:
+            continue
+        if len(tensor.shape) != 1 or tensor.format.dtype != torch.float32:
+            raise WeightsError(f"tensor {name} is not a vector of float32")
+        with header.paths[tensor.part].open("rb") as file:
+            factors[name] = read_part(file, tensor, (0, 1), (0, tensor.shape[0]))[0]
+    return factors
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

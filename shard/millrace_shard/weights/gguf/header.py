@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,14 +41,19 @@ NUMBERS = {
 MAX_STRINGS = 1 << 21
 """Strings of an array: an empty one takes 8 bytes of the file and more in memory."""
 
+MAX_NUMBERS = 1 << 22
+"""Numbers of an array: more than any vocabulary has tokens."""
+
 
 class Reader:
     """A position in a mapped file. Methods raise WeightsError, naming the file, at its end or for unknown types."""
 
-    def __init__(self, data: mmap.mmap | bytes, name: str) -> None:
+    def __init__(self, data: mmap.mmap | bytes, name: str, *, skips_lists: bool = False) -> None:
+        """`skips_lists`: arrays of strings are empty lists, which takes a tenth of the time."""
         self.offset = 0
         self._data = data
         self._name = name
+        self._skips_lists = skips_lists
 
     def take(self, num_bytes: int) -> bytes:
         end = self.offset + num_bytes
@@ -95,11 +99,26 @@ class Reader:
             raise WeightsError(
                 f"{self._name} announces an array of {count} strings, more than it can hold"
             )
+        if self._skips_lists:
+            self._skip_strings(count)
+            return []
         return [self.string() for _ in range(count)]
+
+    def _skip_strings(self, count: int) -> None:
+        length_at, offset = struct.Struct("<Q").unpack_from, self.offset
+        try:
+            for _ in range(count):
+                offset += 8 + length_at(self._data, offset)[0]
+        except struct.error:
+            # The length of a string lies beyond the end.
+            offset += 8
+        self.take(offset - self.offset)
 
     def _numbers(self, kind: int, count: int) -> npt.NDArray[Any]:
         if kind not in NUMBERS:
             raise WeightsError(f"{self._name} has metadata of the unknown type {kind}")
+        if count > MAX_NUMBERS:
+            raise WeightsError(f"{self._name} announces an array of {count} numbers")
         dtype = np.dtype(NUMBERS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize), dtype)
 
@@ -110,7 +129,8 @@ ALIGNMENT = 32
 LARGEST_ALIGNMENT = 1 << 20
 MAX_ENTRIES = 1 << 16
 MAX_DIMENSIONS = 4
-SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+SPLIT_KEYS = {"no": 0, "count": 1}
+"""Keys of the metadata of a part, and their values for a file that is not split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +141,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     format: BlockFormat
     offset: int
+    part: int = 0
+    """The number of its file, from 0."""
 
     @property
     def row_bytes(self) -> int:
@@ -131,36 +153,65 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape[:-1]) * self.row_bytes
 
+    def element(self, index: int) -> StoredTensor:
+        """One of the tensors that this one stacks."""
+        part = replace(self, shape=self.shape[1:])
+        return replace(part, offset=self.offset + index * part.num_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by key and tensors by name. `num_bytes` is the size of the header, `size` the file's."""
+    """Metadata by key and tensors by name; the first part of a split file has the metadata."""
 
-    path: Path
+    paths: tuple[Path, ...]
     metadata: Mapping[str, Value]
     tensors: Mapping[str, StoredTensor]
-    num_bytes: int
+    num_bytes: tuple[int, ...]
+    """Of the header of each file."""
     size: int
+    """Bytes of all files."""
+
+    @property
+    def path(self) -> Path:
+        """The first file."""
+        return self.paths[0]
 
     @classmethod
-    def read(cls, path: Path) -> GgufHeader:
-        """Read and check the header of `path`.
+    def read(cls, *paths: Path, with_lists: bool = True) -> GgufHeader:
+        """Read and check the headers of a file, or of all parts of a split one in their order.
 
-        Raises WeightsError for a damaged file, and UnsupportedModel for a version, a format of blocks or a split file
-        that is not supported.
+        Without `with_lists` the lists of strings in the metadata are left out, which are its tokens and merges.
+
+        Raises WeightsError for damaged files and for parts that do not belong together, and UnsupportedModel for a
+        version or a format of blocks that is not supported.
         """
+        headers = [cls._read(path, with_lists=with_lists) for path in paths]
+        for number, header in enumerate(headers):
+            _check_part(header, number, len(paths))
+        if len(headers) == 1:
+            return headers[0]
+        return cls(
+            paths,
+            headers[0].metadata,
+            _all_tensors(headers),
+            tuple(size for header in headers for size in header.num_bytes),
+            sum(header.size for header in headers),
+        )
+
+    @classmethod
+    def _read(cls, path: Path, *, with_lists: bool) -> GgufHeader:
         try:
             with path.open("rb") as file:
                 if not path.stat().st_size:
                     raise WeightsError(f"{path.name} is empty")
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    return _parse(path, data)
+                    return _parse(path, data, with_lists=with_lists)
         except OSError as error:
             raise WeightsError(f"{path} cannot be read: {error}") from error
 
 
-def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
-    reader = Reader(data, path.name)
+def _parse(path: Path, data: mmap.mmap, *, with_lists: bool) -> GgufHeader:
+    reader = Reader(data, path.name, skips_lists=not with_lists)
     _check_start(reader, path)
     num_tensors, num_entries = reader.u64(), reader.u64()
     if max(num_tensors, num_entries) > MAX_ENTRIES:
@@ -174,14 +225,15 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
         if key in metadata:
             raise WeightsError(f"{path.name} has the metadata {key} twice")
         metadata[key] = reader.value()
-    _refuse_split(path, metadata)
+    if not with_lists:
+        metadata = {key: value for key, value in metadata.items() if not isinstance(value, list)}
     tensors = [_tensor(reader, path) for _ in range(num_tensors)]
     alignment = _alignment(path, metadata)
     start = -(-reader.offset // alignment) * alignment
     tensors = [replace(tensor, offset=start + tensor.offset) for tensor in tensors]
     _check_places(path, tensors, alignment=alignment, size=len(data))
     by_name = {tensor.name: tensor for tensor in tensors}
-    return GgufHeader(path, metadata, by_name, reader.offset, len(data))
+    return GgufHeader((path,), metadata, by_name, (reader.offset,), len(data))
 
 
 def _check_start(reader: Reader, path: Path) -> None:
@@ -200,12 +252,42 @@ def _check_start(reader: Reader, path: Path) -> None:
     )
 
 
-def _refuse_split(path: Path, metadata: Mapping[str, Value]) -> None:
-    parts = metadata.get("split.count", 0)
-    if SPLIT_NAME.search(path.name) or (isinstance(parts, int) and parts > 1):
-        raise UnsupportedModel(
-            f"{path.name} is a part of a split file; merge the parts with: llama-gguf-split --merge"
+def _check_part(header: GgufHeader, number: int, count: int) -> None:
+    """Raise WeightsError unless the file is part `number`, from 0, of `count`."""
+    name = header.path.name
+    stored = [header.metadata.get(f"split.{key}", default) for key, default in SPLIT_KEYS.items()]
+    are_whole = all(isinstance(each, int) for each in stored)
+    if are_whole and stored[1] == 0:
+        stored[1] = 1
+    if are_whole and stored == [number, count]:
+        return
+    if not are_whole or count > 1:
+        raise WeightsError(
+            f"{name} is part {number + 1} of {count} by its name, and by its metadata it has"
+            f" split.no={stored[0]!r} and split.count={stored[1]!r}"
         )
+    raise WeightsError(
+        f"{name} is a part of a split file of {stored[1]}: give all of them names that end in"
+        f" -00001-of-{stored[1]:05d}.gguf and so on, or merge them with: llama-gguf-split --merge"
+    )
+
+
+def _all_tensors(headers: Sequence[GgufHeader]) -> dict[str, StoredTensor]:
+    """The tensors of all parts. Raises WeightsError if parts have the same ones, or not as many as the first says."""
+    tensors: dict[str, StoredTensor] = {}
+    for part, header in enumerate(headers):
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise WeightsError(
+                    f"tensor {name} is in {headers[tensors[name].part].path.name} and in {header.path.name}"
+                )
+            tensors[name] = replace(tensor, part=part)
+    total = headers[0].metadata.get("split.tensors.count")
+    if total is not None and not (isinstance(total, int) and total == len(tensors)):
+        raise WeightsError(
+            f"{headers[0].path.name} announces {total} tensors in its {len(headers)} parts, which have {len(tensors)}"
+        )
+    return tensors
 
 
 def _tensor(reader: Reader, path: Path) -> StoredTensor:

@@ -48,6 +48,15 @@ class Metadata:
             return value
         raise self._wrong(key, "a boolean")
 
+    def flags(self, key: str) -> list[bool] | None:
+        """An array of booleans; None if the key is absent or has one value for all layers."""
+        value = self._find(key)
+        if isinstance(value, np.ndarray) and value.dtype.kind == "b":
+            return [bool(each) for each in value.tolist()]
+        if value is None or not isinstance(value, list | np.ndarray):
+            return None
+        raise self._wrong(key, "an array of booleans")
+
     def number(self, key: str) -> float | None:
         """A finite number above zero; None if the key is absent."""
         entry = self._find(key)

@@ -3,117 +3,154 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.weights.gguf.architectures import DENSE, ROUTED, Architecture
 from millrace_shard.weights.gguf.header import GgufHeader
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 OUTSIDE = {
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": HEAD,
 }
-INSIDE = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 ROTATED = ("attn_q", "attn_k")
-"""Projections whose rows files of the llama architecture hold in another order."""
+"""Projections whose rows files of some architectures hold in another order."""
+GATE_OF_SHARED = "ffn_gate_inp_shexp"
+"""A linear with one output, which files have as a vector."""
+OF_EXPERTS = frozenset(
+    (
+        "ffn_gate_inp",
+        *ROUTED.values(),
+        "ffn_gate_shexp",
+        "ffn_up_shexp",
+        "ffn_down_shexp",
+        GATE_OF_SHARED,
+    )
+)
 
 
-def stored_name(name: str) -> str | None:
-    """The name in the file of the tensor that transformers calls `name`; None if there is none."""
+def stored_name(name: str, modules: Mapping[str, str]) -> tuple[str | None, int | None]:
+    """The name in the file of the tensor that transformers calls `name`, and the number of its expert, if it has any.
+
+    None stands for a tensor that files do not have.
+    """
     if name in OUTSIDE:
-        return OUTSIDE[name]
-    match = LAYER.fullmatch(name)
-    if match is None or match[2] not in INSIDE:
-        return None
-    return f"blk.{match[1]}.{INSIDE[match[2]]}.{match[3]}"
+        return OUTSIDE[name], None
+    layer = LAYER.fullmatch(name)
+    if layer is None:
+        return None, None
+    expert = EXPERT.fullmatch(layer[2])
+    module = layer[2] if expert is None else f"{expert[1]}.{expert[3]}"
+    if module not in modules:
+        return None, None
+    stored = f"blk.{layer[1]}.{modules[module]}.{layer[3] or 'weight'}"
+    return stored, None if expert is None else int(expert[2])
 
 
 def is_rotated(stored: str) -> bool:
-    """Whether files of the llama architecture permute the rows of the tensor `stored`."""
+    """Whether files of architectures with another order of rows have it in the tensor `stored`."""
     return stored.startswith("blk.") and stored.split(".")[2] in ROTATED
 
 
-def check_tensors(header: GgufHeader, config: Mapping[str, Any]) -> None:
+def is_norm(stored: str) -> bool:
+    return stored.endswith("norm.weight")
+
+
+def biased(header: GgufHeader, architecture: Architecture) -> tuple[dict[str, bool], list[str]]:
+    """The fields of config.json about biases, by the first layer, and the linears that have biases."""
+    fields = {
+        name: f"blk.0.{linears[0]}.bias" in header.tensors
+        for name, linears in architecture.biases.items()
+    }
+    optional = (
+        each for name, linears in architecture.biases.items() if fields[name] for each in linears
+    )
+    return fields, [*architecture.always_biased, *optional]
+
+
+def check_tensors(
+    header: GgufHeader, config: Mapping[str, Any], architecture: Architecture
+) -> None:
     """Raise unless the file has exactly the tensors of a model with this config, in the right shapes.
 
     A tensor that the decoder does not know would change the model if it were left out: UnsupportedModel.
     """
-    layers = config["num_hidden_layers"]
-    if layers > len(header.tensors):
-        raise WeightsError(
-            f"{header.path.name} announces {layers} layers, and has {len(header.tensors)} tensors: "
-            f"tensor blk.{layers - 1}.attn_norm.weight is missing"
-        )
-    expected = _shapes(config)
+    expected = dict(_shapes(header, config, architecture))
     for name, shape in expected.items():
         tensor = header.tensors.get(name)
         if tensor is None:
             raise WeightsError(f"tensor {name} is missing from {header.path.name}")
-        if tensor.shape != shape:
+        if tensor.shape != shape and (*tensor.shape, 1) != shape[::-1]:
             raise WeightsError(
                 f"tensor {name} in {header.path.name} has shape {list(tensor.shape)},"
                 f" its metadata says {list(shape)}"
             )
-    extra = sorted(header.tensors.keys() - expected.keys() - {ROPE_FACTORS})
+    factors = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
+    extra = sorted(header.tensors.keys() - expected.keys() - factors)
     if extra:
         raise UnsupportedModel(
             f"{header.path.name} has tensor {extra[0]}, which is not supported for {config['model_type']}"
         )
 
 
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    header: GgufHeader, config: Mapping[str, Any], architecture: Architecture
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (vocabulary, hidden),
-        "output_norm.weight": (hidden,),
-    }
+    yield EMBEDDING, (vocabulary, hidden)
+    yield "output_norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
-        shapes[HEAD] = (vocabulary, hidden)
-    layer = _layer_shapes(config)
+        yield HEAD, (vocabulary, hidden)
+    has_experts = "num_experts_per_tok" in config
+    modules = set(architecture.modules.values()) - (set(DENSE) if has_experts else OF_EXPERTS)
+    weights = _layer_shapes(config, architecture)
+    _, biases = biased(header, architecture)
     for number in range(config["num_hidden_layers"]):
-        shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}
-    return shapes
+        for name in modules:
+            yield f"blk.{number}.{name}.weight", weights[name]
+        for name in biases:
+            yield f"blk.{number}.{name}.bias", weights[name][:-1]
 
 
-def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(
+    config: Mapping[str, Any], architecture: Architecture
+) -> dict[str, tuple[int, ...]]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
-    attention = {
-        "attn_q": (heads * head_dim, hidden),
-        "attn_k": (kv_heads * head_dim, hidden),
-        "attn_v": (kv_heads * head_dim, hidden),
-        "attn_output": (hidden, heads * head_dim),
-    }
-    mlp = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
-    norms = {"attn_norm": hidden, "ffn_norm": hidden}
-    biased = ["attn_q", "attn_k", "attn_v"] if config["model_type"] == "qwen2" else []
-    if config["model_type"] == "qwen3":
-        norms |= {"attn_q_norm": head_dim, "attn_k_norm": head_dim}
-    if config.get("attention_bias"):
-        biased += attention
-    if config.get("mlp_bias"):
-        biased += mlp
-    weights = attention | mlp
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    width = config.get("moe_intermediate_size") or inner
+    shared = config.get("shared_expert_intermediate_size") or 0
+    of_heads = (queries, keys) if architecture.whole_head_norms else (head_dim, head_dim)
+    is_fused = "mlp.gate_up_proj" in architecture.modules
     return {
-        **{f"{name}.weight": shape for name, shape in weights.items()},
-        **{f"{name}.weight": (size,) for name, size in norms.items()},
-        **{f"{name}.bias": weights[name][:1] for name in biased},
+        **{name: (hidden,) for name in architecture.modules.values() if name.endswith("norm")},
+        "attn_q_norm": of_heads[:1],
+        "attn_k_norm": of_heads[1:],
+        "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_qkv": (queries + 2 * keys, hidden),
+        "attn_output": (hidden, queries),
+        "attn_sinks": (heads,),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (2 * inner if is_fused else inner, hidden),
+        "ffn_down": (hidden, inner),
+        "ffn_gate_inp": (experts, hidden),
+        "ffn_gate_exps": (experts, width, hidden),
+        "ffn_up_exps": (experts, width, hidden),
+        "ffn_down_exps": (experts, hidden, width),
+        "ffn_gate_shexp": (shared, hidden),
+        "ffn_up_shexp": (shared, hidden),
+        "ffn_down_shexp": (hidden, shared),
+        GATE_OF_SHARED: (1, hidden),
     }

@@ -25,11 +25,17 @@ ENDS = frozenset(
         "<|im_end|>",
         "<|endoftext|>",
         "<|end|>",
+        "<|return|>",
+        "<|call|>",
         "<end_of_turn>",
         "</s>",
     )
 )
 """Control tokens that end an answer: many files name only one of them, where generation_config.json has a list."""
+
+
+HARMONY, MESSAGE_END = frozenset(("<|return|>", "<|call|>")), "<|end|>"
+"""The ends of an answer of gpt-oss, and the end of each of its messages."""
 
 
 class TokenKind(IntEnum):
@@ -84,8 +90,9 @@ class Vocabulary:
     def end_ids(self) -> list[int]:
         """The ids that end an answer: those that the file names, then control tokens with a known text."""
         named = [self.named[name] for name in ("eos", "eot", "eom") if name in self.named]
-        control = self.of_kind(TokenKind.CONTROL)
-        return list(dict.fromkeys(named + [id_ for id_ in control if self.tokens[id_] in ENDS]))
+        texts = {self.tokens[id_]: id_ for id_ in self.of_kind(TokenKind.CONTROL)}
+        ends = ENDS - {MESSAGE_END} if texts.keys() >= HARMONY else ENDS
+        return list(dict.fromkeys(named + [id_ for text, id_ in texts.items() if text in ends]))
 
     def text(self, name: str) -> str | None:
         return self.tokens[self.named[name]] if name in self.named else None
@@ -150,6 +157,14 @@ _DIGITS_THEN_GPT2 = PreTokenizer(patterns=(r"\p{N}", _GPT2))
 _QWEN2 = PreTokenizer(patterns=(_words(r"\p{N}"),), normal_form=True)
 _GPT2_WORDS = PreTokenizer(patterns=(_GPT2,))
 _GPT4O = PreTokenizer(patterns=(_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),))
+_DEEPSEEK3 = PreTokenizer(
+    patterns=(
+        r"\p{N}{1,3}",
+        r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    )
+)
 
 PRE_TOKENIZERS = {
     "default": PreTokenizer(
@@ -176,16 +191,20 @@ PRE_TOKENIZERS = {
             r"\p{N}",
         )
     ),
-    "deepseek-v3": PreTokenizer(
-        patterns=(
-            r"\p{N}{1,3}",
-            r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
-            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
-        )
-    ),
+    "deepseek-v3": _DEEPSEEK3,
+    "hunyuan-dense": _DEEPSEEK3,
     "tekken": PreTokenizer(patterns=(_cased_words(r"\p{N}"),), whole_words=True, starts=True),
     "gpt-4o": _GPT4O,
+    **dict.fromkeys(("phi-2", "olmo", "exaone4"), _GPT2_WORDS),
+    **dict.fromkeys(("dbrx", "chatglm-bpe"), PreTokenizer(patterns=_LLAMA3.patterns)),
+    "glm4": PreTokenizer(patterns=_LLAMA3.patterns, whole_words=True),
+    "command-r": PreTokenizer(patterns=_DIGITS_THEN_GPT2.patterns, normal_form=True),
+    "hunyuan": PreTokenizer(patterns=_QWEN2.patterns),
+    "seed-coder": PreTokenizer(
+        patterns=(
+            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
+        )
+    ),
 }
 
 

@@ -1,5 +1,5 @@
 """Quantised checkpoints: which method a folder has, and a rank's linears as codes with scales.
 
 Entry points: `quantization_config.read_quantization`, `linear_reader.LinearReader`, `made_at_load.made_at_load`.
-May import: kernels, and the readers of safetensors files in `weights`.
+Imports: errors, kernels, weights, weights.gguf.
 """

@@ -14,7 +14,7 @@ from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.json_object import parse_json
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, ModuleTensors
-from millrace_shard.weights.quantized.quantization import Quantization
+from millrace_shard.weights.quantized.quantization import LinearFormat, Quantization
 from millrace_shard.weights.quantized.settings import Settings, is_group
 from millrace_shard.weights.quantized.unpacking import nibbles, signed_bytes
 
@@ -24,13 +24,12 @@ PER_127 = 1 / 127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FourBitLinear:
+class FourBitLinear(LinearFormat):
     """`weight` [out * in / 2, 1], high bits first, `weight.absmax` [blocks] and `weight.quant_map` [16]."""
 
     kind: str
     """nf4 or fp4."""
     splits_inputs: bool = True
-    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         """See LinearFormat: a block may begin inside a row."""
@@ -91,11 +90,10 @@ class FourBitLinear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int8Linear:
+class Int8Linear(LinearFormat):
     """`weight` [out, in] int8, and `SCB` [out], the largest magnitude of each output."""
 
     splits_inputs: bool = True
-    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         return inputs

@@ -27,7 +27,7 @@ from millrace_shard.weights.quantized.unpacking import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IntegerLinear:
+class IntegerLinear(LinearFormat):
     """`weight_packed` [out, in * bits / 32] or `weight` [out, in] int8, `weight_scale` and `weight_zero_point`."""
 
     bits: int
@@ -38,7 +38,6 @@ class IntegerLinear:
     """Whether the whole tensor has one scale."""
     symmetric: bool
     splits_inputs: bool
-    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         return self.group or inputs

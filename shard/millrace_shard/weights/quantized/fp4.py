@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,19 +13,21 @@ from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.fp8 import EXACT
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, ModuleTensors, Shape, Span
-from millrace_shard.weights.quantized.quantization import Quantization
+from millrace_shard.weights.quantized.quantization import LinearFormat, Quantization
 from millrace_shard.weights.quantized.unpacking import FLOAT8, float4_values, nibbles, powers_of_two
 
+MXFP4 = "mxfp4"
+"""The method of gpt-oss's checkpoints."""
 MX_GROUP = 32
 NV_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mxfp4Linear:
+class Mxfp4Linear(LinearFormat):
     """`weight_packed` [out, in / 2], and `weight_scale` [out, in / 32], exponents of two plus 127."""
 
     splits_inputs: bool = True
-    whole_groups: bool = True
+    whole_groups: ClassVar[bool] = True
 
     def group_size(self, inputs: int) -> int:  # noqa: ARG002
         return MX_GROUP
@@ -38,7 +41,7 @@ class Mxfp4Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nvfp4Linear:
+class Nvfp4Linear(LinearFormat):
     """`packed` [out, in / 2], `weight_scale` [out, in / 16] in e4m3, and a scale of the whole tensor."""
 
     packed: str
@@ -46,7 +49,7 @@ class Nvfp4Linear:
     divides: bool
     """Whether scales are divided by the tensor's scale rather than multiplied."""
     splits_inputs: bool = True
-    whole_groups: bool = True
+    whole_groups: ClassVar[bool] = True
 
     def group_size(self, inputs: int) -> int:  # noqa: ARG002
         return NV_GROUP
@@ -117,7 +120,7 @@ def mxfp4() -> Quantization:
     def format_of(names: Sequence[str]) -> Mxfp4Linear | None:
         return linear if any(EXPERTS in name for name in names) else None
 
-    return Quantization(method="mxfp4", summary="mxfp4 experts, groups of 32", format_of=format_of)
+    return Quantization(method=MXFP4, summary="mxfp4 experts, groups of 32", format_of=format_of)
 
 
 def read_expert(

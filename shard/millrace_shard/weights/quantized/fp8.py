@@ -10,7 +10,7 @@ from torch import Tensor
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, ModuleTensors, Shape
-from millrace_shard.weights.quantized.quantization import Quantization
+from millrace_shard.weights.quantized.quantization import LinearFormat, Quantization
 from millrace_shard.weights.quantized.settings import Settings, is_group
 from millrace_shard.weights.quantized.unpacking import (
     FLOAT8,
@@ -25,13 +25,12 @@ EXACT = "weights are exact; activations are not quantised"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Linear:
+class Fp8Linear(LinearFormat):
     """`weight` [out, in], and a scale by which it is multiplied, whatever its name."""
 
     block: Block | None = None
     """None: one scale for the tensor, or one for each output."""
     splits_inputs: bool = True
-    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         return self.block[1] if self.block else inputs

@@ -13,7 +13,7 @@ from torch import Tensor
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, ModuleTensors
-from millrace_shard.weights.quantized.quantization import Quantization
+from millrace_shard.weights.quantized.quantization import LinearFormat, Quantization
 from millrace_shard.weights.quantized.settings import Settings
 from millrace_shard.weights.quantized.unpacking import codes_of_words, integers, nibbles, word_span
 
@@ -46,7 +46,7 @@ BITS = (4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GptqLinear:
+class GptqLinear(LinearFormat):
     """`qweight` [in * bits / 32, out], `qzeros` [groups, out * bits / 32], `scales` [groups, out], `g_idx` [in]."""
 
     bits: int
@@ -54,7 +54,6 @@ class GptqLinear:
     zeros_less_one: bool
     """Whether the file has each zero less one, as in the first version of the format."""
     splits_inputs: bool
-    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         return self.group or inputs
@@ -179,12 +178,11 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AwqLinear:
+class AwqLinear(LinearFormat):
     """`qweight` [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out]."""
 
     group: int | None
     splits_inputs: bool = True
-    whole_groups: bool = False
 
     def group_size(self, inputs: int) -> int:
         return self.group or inputs

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized import QuantizedTensor
@@ -16,20 +17,20 @@ from millrace_shard.weights.quantized.module_tensors import (
 )
 
 
-class LinearFormat(Protocol):
+class LinearFormat(ABC):
     """The tensors that hold the weight of a linear."""
 
-    @property
-    def splits_inputs(self) -> bool:
-        """Whether ranks may have parts of the inputs; not if the file has them in another order."""
+    __slots__ = ()
+    splits_inputs: bool
+    """Whether ranks may have parts of the inputs; not if the file has them in another order."""
+    whole_groups: ClassVar[bool] = False
+    """Whether the last group must be as large as the others."""
 
+    @abstractmethod
     def group_size(self, inputs: int) -> int:
         """Inputs that share a scale; all `inputs` if an output has one scale."""
 
-    @property
-    def whole_groups(self) -> bool:
-        """Whether the last group must be as large as the others."""
-
+    @abstractmethod
     def read(self, tensors: ModuleTensors, cut: Cut) -> QuantizedTensor:
         """The rank's part. Raises WeightsError, naming the tensor."""
 

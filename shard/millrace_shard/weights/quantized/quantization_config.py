@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.weights.gguf.files import MODEL
+from millrace_shard.weights.gguf.known_folders import MODEL
 from millrace_shard.weights.json_object import read_json_object
 from millrace_shard.weights.quantized.bitsandbytes import bitsandbytes
 from millrace_shard.weights.quantized.compressed_tensors import compressed_tensors

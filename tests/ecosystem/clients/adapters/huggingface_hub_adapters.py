@@ -49,11 +49,4 @@ def chats_name_adapters_as_models(base_url: str) -> None:
     assert len(texts) == 2
 
 
-run(
-    [
-        every_adapter_answers_as_over_plain_http,
-        a_stream_has_the_adapter_too,
-        an_unknown_adapter_is_refused,
-        chats_name_adapters_as_models,
-    ]
-)
+run(globals())

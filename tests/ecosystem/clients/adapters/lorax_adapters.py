@@ -49,12 +49,4 @@ def an_unknown_adapter_is_not_found(base_url: str) -> None:
     assert str(error) == "The adapter 'org/none' does not exist"
 
 
-run(
-    [
-        every_adapter_answers_as_over_plain_http,
-        a_stream_has_the_adapter_too,
-        a_merge_of_one_adapter_is_the_adapter,
-        two_adapters_are_merged,
-        an_unknown_adapter_is_not_found,
-    ]
-)
+run(globals())

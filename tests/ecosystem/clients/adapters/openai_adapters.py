@@ -44,11 +44,4 @@ def an_unknown_model_is_not_found(base_url: str) -> None:
     assert error.code == "model_not_found"
 
 
-run(
-    [
-        models_have_roots_and_parents,
-        every_adapter_completes_as_over_plain_http,
-        a_chat_and_its_stream_have_the_adapter,
-        an_unknown_model_is_not_found,
-    ]
-)
+run(globals())

@@ -14,4 +14,4 @@ def without_an_adapter_it_is_the_base(base_url: str) -> None:
     assert last.generated_text == expected()[""]
 
 
-run([without_an_adapter_it_is_the_base])
+run(globals())

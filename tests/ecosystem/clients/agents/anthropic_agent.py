@@ -46,4 +46,4 @@ def tokens_are_counted(base_url: str) -> None:
     assert counted.input_tokens == alone.input_tokens > 0
 
 
-run([tools_are_called_in_turns, tokens_are_counted])
+run(globals())

@@ -42,4 +42,4 @@ def responses(base_url: str) -> None:
     conversation(base_url, "langgraph_responses", has_responses=True)
 
 
-run([chats, responses])
+run(globals())

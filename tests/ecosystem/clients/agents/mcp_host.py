@@ -33,4 +33,4 @@ def the_server_s_tools_are_called_in_turns(base_url: str) -> None:
     assert "2 sacks ground" in str(outputs[1])
 
 
-run([the_server_s_tools_are_called_in_turns])
+run(globals())

@@ -105,12 +105,4 @@ def the_input_of_a_custom_tool_matches_its_grammar(base_url: str) -> None:
     assert notes == ["rye: 2\noats: 10\n"]
 
 
-run(
-    [
-        functions_are_called_in_turns,
-        events_tell_the_same,
-        an_id_stands_for_the_conversation,
-        chats_do_the_same,
-        the_input_of_a_custom_tool_matches_its_grammar,
-    ]
-)
+run(globals())

@@ -37,4 +37,4 @@ def responses(base_url: str) -> None:
     conversation(base_url, OpenAIResponsesModel, "pydantic_ai_responses")
 
 
-run([chats, responses])
+run(globals())

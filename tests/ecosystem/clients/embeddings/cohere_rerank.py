@@ -17,4 +17,4 @@ def documents_are_ordered(base_url: str) -> None:
         assert len(client.rerank(model="m", query=QUERY, documents=DOCUMENTS, top_n=1).results) == 1
 
 
-run([documents_are_ordered])
+run(globals())

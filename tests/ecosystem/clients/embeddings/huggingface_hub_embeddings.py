@@ -46,12 +46,4 @@ def texts_are_embedded_without_blocking(base_url: str) -> None:
     asyncio.run(all_of_them())
 
 
-run(
-    [
-        a_text_is_embedded,
-        the_prompt_of_the_model_is_used,
-        a_state_may_stay_as_long_as_it_is,
-        long_texts_are_cut,
-        texts_are_embedded_without_blocking,
-    ]
-)
+run(globals())

@@ -20,4 +20,4 @@ def openais_embed(base_url: str) -> None:
     check(asyncio.run(model.aembed_query(QUERY)), QUERY)
 
 
-run([openais_embed])
+run(globals())

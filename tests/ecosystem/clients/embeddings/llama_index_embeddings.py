@@ -27,4 +27,4 @@ def texts_are_embedded_without_blocking(base_url: str) -> None:
     check(asyncio.run(model(base_url).aget_query_embedding(QUERY)), QUERY)
 
 
-run([texts_are_embedded, texts_are_embedded_without_blocking])
+run(globals())

@@ -54,12 +54,4 @@ def mistakes_are_typed(base_url: str) -> None:
     assert "does not generate text" in str(refusal)
 
 
-run(
-    [
-        texts_are_embedded,
-        numbers_and_base64_are_the_same,
-        dimensions_are_cut,
-        token_ids_are_embedded,
-        mistakes_are_typed,
-    ]
-)
+run(globals())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Literal
+from typing import Any
 
 import instructor
 import openai
 from cases import MESSAGES, raised, run
+from kinds import Wind
 from pydantic import BaseModel, ConfigDict
 
 OPTIONS: dict[str, Any] = {
@@ -19,15 +20,6 @@ OPTIONS: dict[str, Any] = {
     "max_retries": 0,
 }
 BOUND = [instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA]
-
-
-class Wind(BaseModel):
-    """The wind at a place."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    place: Literal["river", "sea"]
-    strong: bool
 
 
 class Anything(BaseModel):
@@ -85,13 +77,4 @@ def a_bad_request_is_the_client_s_error(base_url: str) -> None:
     assert "temperature" in str(error)
 
 
-run(
-    [
-        every_bound_mode_gives_the_asked_kind,
-        the_raw_answer_comes_along,
-        a_stream_grows_into_the_object,
-        json_mode_gives_an_object,
-        the_asynchronous_client_does_the_same,
-        a_bad_request_is_the_client_s_error,
-    ]
-)
+run(globals())

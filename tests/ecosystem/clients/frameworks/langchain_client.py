@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import openai
 from cases import PROMPT, WIND_SCHEMA, check_wind, raised, run
+from kinds import Wind
 from langchain.agents import create_agent
 from langchain_core.messages import (
     AIMessage,
@@ -19,18 +20,8 @@ from langchain_core.messages import (
 from langchain_core.tools import tool
 from langchain_huggingface import HuggingFaceEndpoint
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, ConfigDict
 
 MESSAGES = [SystemMessage("Be brief."), HumanMessage("What does a mill do?")]
-
-
-class Wind(BaseModel):
-    """The wind at a place."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    place: Literal["river", "sea"]
-    strong: bool
 
 
 @tool
@@ -178,20 +169,4 @@ def json_mode_gives_an_object(base_url: str) -> None:
     check_wind(json.loads(model.invoke(MESSAGES).content))
 
 
-run(
-    [
-        chat_answers_and_streams,
-        a_batch_answers_in_order,
-        the_asynchronous_chat_says_the_same,
-        log_probabilities_are_told,
-        structured_output_has_the_asked_kind,
-        tools_are_called_as_bound,
-        a_tool_s_answer_goes_back,
-        an_agent_ends,
-        a_bad_request_is_the_client_s_error,
-        completions_take_the_class_s_defaults,
-        an_endpoint_answers_and_streams,
-        an_endpoint_s_stop_sequence_is_cut,
-        json_mode_gives_an_object,
-    ]
-)
+run(globals())

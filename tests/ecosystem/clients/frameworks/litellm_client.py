@@ -130,13 +130,4 @@ def a_bad_request_is_the_client_s_error(base_url: str) -> None:
         assert "temperature" in str(error)
 
 
-run(
-    [
-        chat_answers_and_streams,
-        the_asynchronous_call_says_the_same,
-        text_completion_answers,
-        a_schema_binds_the_answer,
-        tools_are_called,
-        a_bad_request_is_the_client_s_error,
-    ]
-)
+run(globals())

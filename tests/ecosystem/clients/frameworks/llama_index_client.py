@@ -8,21 +8,12 @@ from typing import Any, Literal
 
 import openai
 from cases import PROMPT, check_wind, raised, run
+from kinds import Wind
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel, ConfigDict
 
 MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage("What does a mill do?")]
-
-
-class Wind(BaseModel):
-    """The wind at a place."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    place: Literal["river", "sea"]
-    strong: bool
 
 
 def wind(place: Literal["river", "sea"], strong: bool) -> str:
@@ -113,14 +104,4 @@ def a_bad_request_is_the_client_s_error(base_url: str) -> None:
     assert "top_p" in str(error.body)
 
 
-run(
-    [
-        chat_answers_and_streams,
-        the_asynchronous_chat_says_the_same,
-        completions_answer_and_stream,
-        a_tool_is_called,
-        predict_and_call_runs_the_tool,
-        a_structured_answer_has_the_asked_kind,
-        a_bad_request_is_the_client_s_error,
-    ]
-)
+run(globals())

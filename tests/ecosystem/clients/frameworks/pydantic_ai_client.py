@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 from cases import WIND_SCHEMA, check_wind, raised, run
-from pydantic import BaseModel, ConfigDict
+from kinds import Wind
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.direct import model_request_sync
 from pydantic_ai.exceptions import ModelHTTPError
@@ -24,15 +24,6 @@ from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
 
 QUESTION = "What does a mill do?"
-
-
-class Wind(BaseModel):
-    """The wind at a place."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    place: Literal["river", "sea"]
-    strong: bool
 
 
 def model(base_url: str) -> OpenAIChatModel:
@@ -121,13 +112,4 @@ def a_bad_request_is_the_client_s_error(base_url: str) -> None:
     assert "temperature" in str(error.body)
 
 
-run(
-    [
-        text_answers_and_streams,
-        every_output_mode_gives_the_asked_kind,
-        an_object_is_streamed,
-        a_tool_s_answer_goes_back,
-        a_history_is_continued,
-        a_bad_request_is_the_client_s_error,
-    ]
-)
+run(globals())

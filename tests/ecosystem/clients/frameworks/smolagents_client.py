@@ -64,4 +64,4 @@ def a_tool_is_called(base_url: str) -> None:
         assert len(set(ids)) == len(ids)
 
 
-run([the_answer_and_the_stream_agree, a_tool_is_called])
+run(globals())

@@ -137,15 +137,20 @@ def conversations_are_written_to_files_and_read(url: str) -> None:
         assert found["Is it windy?"] == messages
         assert found["in parts"] == [{"role": "user", "content": "in parts"}]
         page.set_input_files("#file", download.value.path())
-        page.wait_for_function(
-            "() => document.querySelectorAll('#conversations .title').length === 4"
-        )
+        page.get_by_text("2 conversations read: nothing new.").wait_for()
+        longer = [*messages, {"role": "user", "content": "Thanks."}]
+        third = {"messages": [{"role": "user", "content": "third"}]}
+        path.write_text(json.dumps([{"messages": longer}, third, other]))
+        page.set_input_files("#file", path)
+        page.get_by_text("3 conversations read, 1 of them known already.").wait_for()
+        page.locator(".turn.user").get_by_text("Thanks.", exact=True).wait_for()
+        assert sorted(titles(page)) == ["Is it windy?", "in parts", "third"]
         for text in ("{", "[1]", '{"messages": 1}', '{"messages": [{"role": "judge"}]}'):
             path.write_text(text)
             page.set_input_files("#file", path)
             page.locator("#import-said", has_text="cannot be read").wait_for()
             page.evaluate("document.querySelector('#import-said').textContent = ''")
-        assert len(titles(page)) == 4
+        assert len(titles(page)) == 3
 
 
 def an_answer_goes_on_while_another_conversation_is_read(url: str) -> None:
@@ -426,6 +431,40 @@ def an_outage_is_told_while_an_answer_waits(url: str) -> None:
         assert settled(page) == "one two"
 
 
+def a_short_outage_is_told_at_once(url: str) -> None:
+    """The page's own clock: a second after the question the server's state is read again, and again."""
+    note = "The server is recovering; your answer will go on."
+    with opened(url) as page, paced(page) as pieces:
+        page.clock.install()
+        page.reload()
+        page.locator(".state.ready").wait_for()
+        with page.expect_request("**/readyz"):
+            send(page, QUESTION)
+        page.route("**/readyz", lambda route: route.fulfill(status=503, json=RECOVERING))
+        page.clock.run_for(1500)
+        page.locator(".turn.assistant").get_by_text(note).wait_for()
+        page.unroute("**/readyz")
+        page.clock.run_for(1500)
+        page.locator(".turn.assistant").get_by_text(note).wait_for(state="hidden")
+        pieces.put(events(says("one")))
+        pieces.put("")
+        page.clock.resume()
+        assert settled(page) == "one"
+
+
+def a_template_without_tools_is_told_beside_the_tools(url: str) -> None:
+    info = json.loads(get(f"{url}/info"))
+    with opened(url) as page:
+        for knows in (True, False):
+            told = info | {"grammars": True, "chat_template_tools": knows}
+            page.route("**/info", partial(Route.fulfill, json=told))
+            page.reload()
+            page.locator(".state.ready").wait_for()
+            page.click("#of-tools summary")
+            assert page.locator("#without-tools").is_visible() is not knows
+            page.unroute("**/info")
+
+
 def a_phone_shows_the_list_and_calls(url: str) -> None:
     with opened(url, **NARROW) as page:
         answer_with(page, events(calls(0, "c1", "w" * 60, json.dumps({"x": "y" * 200}))))
@@ -445,23 +484,5 @@ def a_phone_shows_the_list_and_calls(url: str) -> None:
         assert page.locator(".turn").count() == 2
 
 
-CASES = [
-    a_conversation_survives_reload_and_is_exported,
-    conversations_are_listed_named_and_deleted,
-    conversations_are_written_to_files_and_read,
-    an_answer_goes_on_while_another_conversation_is_read,
-    a_reload_in_mid_answer_goes_on_with_it,
-    a_connection_that_breaks_off_is_made_anew,
-    an_answer_that_the_server_forgot_can_be_continued,
-    a_cut_answer_is_continued,
-    a_stopped_answer_is_continued,
-    calls_of_tools_are_shown_and_answered,
-    json_links_and_tasks_are_shown_as_meant,
-    empty_settings_show_what_the_server_takes,
-    the_dot_and_the_name_are_true,
-    an_outage_is_told_while_an_answer_waits,
-    a_phone_shows_the_list_and_calls,
-]
-
 if __name__ == "__main__":
-    run(CASES)
+    run(globals())

@@ -152,16 +152,5 @@ def docs_fit_a_phone(url: str) -> None:
         assert overflow(page) == 0
 
 
-CASES = [
-    docs_list_every_operation,
-    docs_show_schemas_and_try_requests,
-    docs_say_what_each_field_is_for,
-    docs_are_searched_for_fields,
-    figures_are_shown_and_read_again,
-    figures_fit_a_phone,
-    docs_examples_are_accepted,
-    docs_fit_a_phone,
-]
-
 if __name__ == "__main__":
-    run(CASES)
+    run(globals())

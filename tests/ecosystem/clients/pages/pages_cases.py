@@ -31,9 +31,11 @@ HOSTILE = (
     "**<b onclick=alert(3)>bold</b>** `<i>code</i>` [click](javascript:alert(4)) [press](javascript:void%200) "
     "![seen](https://example.org/pixel.png)\n\n```html\n<script>alert(5)</script>\n```\n"
 )
+FORMULAS = r"With \(a_1 * b_1\), \[x \{y\}\] and $$z_1 * z_2$$."
 MARKDOWN = (
     "# Title\n\nSome **bold**, *slanted* and `code_of_it`, snake_case_name, 2 * 3 * 4.\n\n"
-    "- one\n- two\n  1. inner\n\n```python\nprint('*no*')\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n"
+    "- one\n- two\n  1. inner\n\n```python\nprint('*no*')\n```\n\n| a | b |\n|:-:|--:|\n| 1 | 2 |\n\n"
+    f"{FORMULAS}\n"
 )
 
 
@@ -238,6 +240,14 @@ def wrong_settings_are_shown_and_nothing_is_sent(url: str) -> None:
             assert page.locator(":focus").get_attribute("id") == name
             assert page.get_attribute(f"#{name}", "aria-invalid") == "true"
             assert page.input_value("#prompt") == QUESTION
+            fault, field = page.locator("#fault"), page.locator(f"#{name}")
+            assert page.get_attribute(f"#{name}", "aria-describedby") == "fault"
+            assert fault.inner_text()
+            box, beside = fault.bounding_box(), field.bounding_box()
+            assert box
+            assert beside
+            assert box["y"] + box["height"] <= 800, name
+            assert 0 <= box["y"] - (beside["y"] + beside["height"]) < 40, name
             page.fill(f"#{name}", "")
             assert page.get_attribute(f"#{name}", "aria-invalid") is None
         assert not asked
@@ -245,15 +255,13 @@ def wrong_settings_are_shown_and_nothing_is_sent(url: str) -> None:
 
 def errors_are_the_server_s_words(url: str) -> None:
     with opened(url) as page:
-        page.fill("#max_tokens", "1000")
-        page.evaluate("document.querySelector('#max_tokens').max = 100000")
-        page.fill("#max_tokens", "5000")
+        page.evaluate("document.querySelector('#temperature').max = 1000")
+        page.fill("#temperature", "500")
         send(page, QUESTION)
         settled(page)
         trouble = page.inner_text(".trouble")
-        assert "5000" in trouble
+        assert "`temperature`" in trouble
         assert "HTTP 422" in trouble
-        page.fill("#max_tokens", "")
         greedily(page)
         page.get_by_role("button", name="Retry").click()
         assert settled(page) == ANSWER
@@ -313,8 +321,9 @@ def a_key_is_asked_for_and_kept(url: str) -> None:
         page.get_by_text("The server does not accept this API key.").wait_for()
         settled(page)
         page.fill("#key", "s3cret")
-        page.get_by_role("button", name="Retry").click()
+        page.press("#key", "Enter")
         assert settled(page) == ANSWER
+        assert page.locator(":focus").get_attribute("id") == "prompt"
         page.reload()
         assert page.input_value("#key") == "s3cret"
         assert page.evaluate("localStorage.length") == 0
@@ -393,6 +402,9 @@ def markdown_is_shown_as_meant(url: str) -> None:
         assert texts("pre .token.string") == ["'*no*'"]
         assert texts("figcaption span") == ["python"]
         assert texts("th, td") == ["a", "b", "1", "2"]
+        sides = "(all) => all.map((one) => getComputedStyle(one).textAlign)"
+        assert answer.locator("td").evaluate_all(sides) == ["center", "right"]
+        assert texts("p")[-1] == FORMULAS
 
 
 def turns_can_be_edited_tried_again_and_copied(url: str) -> None:
@@ -456,30 +468,5 @@ def colours_follow_the_reader(url: str) -> None:
     assert shades[1] < 100
 
 
-CASES = [
-    page_says_what_is_served,
-    answer_is_shown_as_it_comes,
-    a_thought_is_folded,
-    answers_have_their_figures,
-    answers_are_counted_and_announced,
-    keys_send_and_break_lines,
-    focus_goes_from_top_to_bottom,
-    stop_ends_the_generation_on_the_server,
-    parameters_are_sent,
-    wrong_settings_are_shown_and_nothing_is_sent,
-    errors_are_the_server_s_words,
-    refusals_say_when_to_come_back,
-    streams_that_break_off_keep_what_came,
-    a_key_is_asked_for_and_kept,
-    a_model_without_a_template_continues_text,
-    a_template_that_refuses_is_an_error,
-    hostile_answers_stay_text,
-    no_script_can_take_text_for_markup,
-    markdown_is_shown_as_meant,
-    turns_can_be_edited_tried_again_and_copied,
-    a_phone_shows_all_of_it,
-    colours_follow_the_reader,
-]
-
 if __name__ == "__main__":
-    run(CASES)
+    run(globals())

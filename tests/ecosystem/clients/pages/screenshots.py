@@ -1,7 +1,7 @@
 """Pictures of the pages as the docs show them: `screenshots.py URL FOLDER`; wants a server with the demo model.
 
 `.venvs/pages/bin/python tests/ecosystem/clients/pages/screenshots.py http://127.0.0.1:3000 docs/images` makes those of
-the repository, after `python -m tests.ecosystem.prepare`; with `--all`, every state of all pages in both colours.
+the repository, after `python -m tests.ecosystem.prepare`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from browsing import CHAT_ROUTE, DESKTOP, PHONE, opened, settled
-from chatting import answer_with, events, refuse_with, says, thinks
+from chatting import answer_with, events, says, thinks
 from playwright.sync_api import Page
 
 QUESTIONS = ("What is prefill?", "What is a KV cache?", "What is a token?")
@@ -44,7 +44,6 @@ def watch(read, limit: float = 9.5) -> None:
 
 More at https://example.org/mill.
 """
-ANSWER = '{"place":"river","speed":6.2,"unit":"m/s","grinds":true}'
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,10 @@ class Shooter:
     folder: Path
     size: str
     scheme: str
-    everything: bool
 
     def wants(self, *names: str) -> bool:
         """Whether one of these pictures is to be made."""
-        return self.everything or any(f"{name}-{self.size}-{self.scheme}" in KEPT for name in names)
+        return any(f"{name}-{self.size}-{self.scheme}" in KEPT for name in names)
 
     def take(self, page: Page, name: str) -> None:
         """Write the picture if it is wanted."""
@@ -89,11 +87,10 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def shoot_chat(shooter: Shooter) -> None:
-    """A short conversation with the demo model, the same one every time, and an error."""
+    """A short conversation with the demo model, the same one every time."""
     with shooter.page() as page:
         page.locator("#starters button").first.wait_for()
         page.locator(".state.ready").wait_for()
-        shooter.take(page, "empty")
         page.evaluate("document.querySelector('#temperature').value = '0'")
         # The first answer finds a browser that has never shown one.
         shooter.say(page, QUESTIONS[0])
@@ -101,24 +98,14 @@ def shoot_chat(shooter: Shooter) -> None:
         for answers, question in enumerate(QUESTIONS, start=1):
             shooter.say(page, question, answers)
         shooter.take(page, "chat")
-        message = "Model is overloaded: the request would wait for 14.2 s, and may wait for 10.0 s"
-        refuse_with(page, message, status=429, type_="overloaded", **{"retry-after": "4"})
-        shooter.say(page, "And decode?", len(QUESTIONS) + 1)
-        shooter.take(page, "error")
-        if shooter.size == "phone":
-            for button, name in (("toggle-chats", "list"), ("toggle", "settings")):
-                page.click(f"#{button}")
-                shooter.take(page, name)
-                page.keyboard.press("Escape")
 
 
 def shoot_tools(shooter: Shooter) -> None:
-    """A folded thought, a call with its result, code, and an answer in JSON; the answers are made up."""
+    """A folded thought, a call with its result, and code; the answers are made up."""
     with shooter.page() as page:
         page.locator(".state.ready").wait_for()
         answer_with(page, events(thinks(THOUGHT), call("wind", {"place": "river"})))
         shooter.say(page, "Is there wind at the river?")
-        shooter.take(page, "call")
         page.unroute(CHAT_ROUTE)
         answer_with(page, events(says("Yes, 6.2 m/s from the west: the mill can grind.")))
         page.fill(".results textarea", '{"speed": 6.2, "unit": "m/s", "from": "west"}')
@@ -129,10 +116,6 @@ def shoot_tools(shooter: Shooter) -> None:
         answer_with(page, events(says(CODE)))
         shooter.say(page, "Can that be watched?", 3)
         shooter.take(page, "code")
-        page.unroute(CHAT_ROUTE)
-        answer_with(page, events(says(ANSWER)))
-        shooter.say(page, "As JSON, please", 4)
-        shooter.take(page, "json")
 
 
 def shoot_status(shooter: Shooter) -> None:
@@ -154,14 +137,12 @@ def shoot_status(shooter: Shooter) -> None:
 
 
 def shoot_docs(shooter: Shooter) -> None:
-    """The list of operations, one of them opened, and a search in fields."""
+    """A search in fields, and an operation."""
     with shooter.page("/docs") as page:
         page.locator(".operation").first.wait_for()
-        shooter.take(page, "docs")
         page.fill("#filter", "penalty")
         page.locator("#found").wait_for()
         shooter.take(page, "fields")
-        page.fill("#filter", "")
     with shooter.page("/docs#chat_completions") as page:
         body = page.locator("#chat_completions h3", has_text="Body")
         body.evaluate("(title) => { title.scrollIntoView(); scrollBy(0, -70); }")
@@ -169,10 +150,10 @@ def shoot_docs(shooter: Shooter) -> None:
 
 
 PARTS = {
-    shoot_chat: ("empty", "chat", "error", "list", "settings"),
-    shoot_tools: ("call", "tools", "code", "json"),
+    shoot_chat: ("chat",),
+    shoot_tools: ("tools", "code"),
     shoot_status: ("status",),
-    shoot_docs: ("docs", "fields", "operation"),
+    shoot_docs: ("fields", "operation"),
 }
 
 
@@ -182,7 +163,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for size in SIZES:
         for scheme in ("light", "dark"):
-            shooter = Shooter(url, folder, size, scheme, "--all" in sys.argv)
+            shooter = Shooter(url, folder, size, scheme)
             for shoot, names in PARTS.items():
                 if shooter.wants(*names):
                     shoot(shooter)

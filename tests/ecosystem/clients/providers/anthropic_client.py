@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
 from anthropic.types import Message, RawMessageStreamEvent
 from cases import MESSAGES, QUESTION, WIND_SCHEMA, check_wind, raised, run
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from kinds import Mill
+from pydantic import TypeAdapter
 
 MODEL = "tgi"
 AT_ZERO: dict[str, Any] = {"extra_body": {"temperature": 0}}
@@ -27,15 +28,6 @@ CALLING: dict[str, Any] = {
     "tools": [TOOL],
     "tool_choice": {"type": "tool", "name": "wind"},
 }
-
-
-class Mill(BaseModel):
-    """An answer that a model of any quality can give in a few tokens."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    stands_by: Literal["river", "sea"]
-    has_wheel: bool
 
 
 def client(base_url: str) -> anthropic.Anthropic:
@@ -192,6 +184,7 @@ def a_bad_request_is_an_error_with_its_reason(base_url: str) -> None:
         for more, reason in (
             ({"extra_body": {"temperature": -1.0}}, "temperature"),
             ({"messages": [{"role": "user", "content": [image]}]}, "images"),
+            ({"messages": [{"role": "user", "content": [{"type": "film"}]}]}, "film"),
             ({"thinking": {"type": "sometimes"}}, "thinking"),
         ):
             options = {**GREEDY, "max_tokens": 4, "stream": stream, **more}
@@ -237,22 +230,4 @@ def a_client_that_leaves_disturbs_no_other_request(base_url: str) -> None:
     assert text_of(create(max_tokens=4, **GREEDY))
 
 
-run(
-    [
-        a_message_is_answered,
-        answers_and_events_are_of_the_documented_types,
-        a_stream_says_what_the_whole_message_says,
-        limits_and_stop_sequences_are_told,
-        content_comes_as_text_or_in_blocks,
-        what_the_assistant_began_is_gone_on_with,
-        tokens_are_counted_as_they_are_charged,
-        a_tool_is_called_and_its_result_answered,
-        any_tool_may_be_forced_and_none,
-        a_call_is_streamed,
-        parse_gives_an_object_of_the_asked_kind,
-        a_bad_request_is_an_error_with_its_reason,
-        what_is_not_there_is_not_found,
-        streams_run_side_by_side,
-        a_client_that_leaves_disturbs_no_other_request,
-    ]
-)
+run(globals())

@@ -6,22 +6,12 @@ import asyncio
 import json
 import re
 from functools import partial
-from typing import Literal
 
 import openai
 from cases import MESSAGES, PROMPT, raised, run
-from pydantic import BaseModel, ConfigDict
+from kinds import Mill
 
 MODEL = "tgi"
-
-
-class Mill(BaseModel):
-    """An answer that a model of any quality can give in a few tokens."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    stands_by: Literal["river", "sea"]
-    has_wheel: bool
 
 
 def client(base_url: str) -> openai.OpenAI:
@@ -279,27 +269,4 @@ def a_client_that_leaves_disturbs_no_other_request(base_url: str) -> None:
     )
 
 
-run(
-    [
-        models_lists_what_is_served,
-        chat_answers_once,
-        chat_stream_says_what_the_whole_answer_says,
-        chat_takes_content_in_parts,
-        chat_gives_log_probabilities,
-        a_stop_string_is_cut,
-        completions_answers_and_streams,
-        completions_takes_several_prompts,
-        the_same_seed_samples_the_same,
-        a_bad_request_is_an_error_with_its_reason,
-        parse_gives_an_object_of_the_asked_kind,
-        a_schema_binds_a_stream_too,
-        json_mode_begins_an_object,
-        a_schema_that_is_none_is_an_error_with_its_reason,
-        several_choices_differ_and_share_the_prompt,
-        completions_choose_among_samples,
-        a_bias_bans_a_token,
-        tgi_s_regular_expression_is_taken,
-        streams_run_side_by_side,
-        a_client_that_leaves_disturbs_no_other_request,
-    ]
-)
+run(globals())

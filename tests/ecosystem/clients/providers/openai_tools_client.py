@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import openai
 from cases import (
@@ -14,11 +15,12 @@ from cases import (
     WIND_SCHEMA,
     check_calls,
     check_wind,
+    raised,
     run,
     tool,
 )
+from kinds import Wind
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel, ConfigDict
 
 MODEL = "tgi"
 OPTIONS: dict[str, Any] = {
@@ -31,15 +33,6 @@ OPTIONS: dict[str, Any] = {
     "parallel_tool_calls": False,
 }
 NAMED = {"type": "function", "function": {"name": "wind"}}
-
-
-class Wind(BaseModel):
-    """An answer that a model of any quality can give in a few tokens."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    place: Literal["river", "sea"]
-    strong: bool
 
 
 def client(base_url: str) -> openai.OpenAI:
@@ -262,21 +255,43 @@ def a_strict_tool_is_bound_by_its_schema(base_url: str) -> None:
         check_wind(json.loads(arguments))
 
 
-run(
-    [
-        required_calls_one_of_the_tools,
-        a_named_tool_is_the_one_called,
-        streamed_deltas_make_up_the_whole_call,
-        arguments_come_in_pieces,
-        none_answers_in_words,
-        auto_answers_or_calls,
-        parallel_calls_are_told_apart,
-        ids_differ_between_choices,
-        a_result_goes_back_and_is_answered,
-        calls_stay_unlike_over_a_conversation,
-        parse_gives_arguments_of_the_asked_kind,
-        the_event_stream_ends_in_the_whole_answer,
-        a_call_that_is_cut_is_no_call_of_its_own,
-        a_strict_tool_is_bound_by_its_schema,
-    ]
-)
+def a_tool_without_parameters_is_called_with_none(base_url: str) -> None:
+    bare = {"type": "function", "function": {"name": "stop_the_wheel"}}
+    answer = ask(base_url, tools=[bare], tool_choice="required")
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "stop_the_wheel"
+    assert json.loads(call.function.arguments) == {}
+
+
+def only_allowed_tools_are_called(base_url: str) -> None:
+    for name in ("wind", "grind"):
+        allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        answer = ask(base_url, tool_choice=choice)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == name
+
+
+def what_cannot_be_called_is_refused(base_url: str) -> None:
+    wrong = tool("wind", {"type": "no such type"})
+    # A tool that is not strict goes without what cannot be compiled.
+    wrong["function"]["strict"] = True
+    refused: tuple[dict[str, Any], ...] = (
+        {"tool_choice": {"type": "function", "function": {"name": "missing"}}},
+        {"tool_choice": "sometimes"},
+        {"tools": [wrong], "tool_choice": "required"},
+        {"tools": [], "tool_choice": "required"},
+        {"tools": [{"type": "custom", "custom": {"name": "wind"}}]},
+        {"functions": [{"name": "wind", "parameters": WIND_SCHEMA}]},
+        {"function_call": {"name": "wind"}},
+    )
+    for more in refused:
+        for stream in (False, True):
+            asked = {**OPTIONS, **more, "stream": stream}
+            create = client(base_url).chat.completions.create
+            error = raised(openai.APIStatusError, partial(create, **asked))
+            assert error.status_code in {400, 422}, (more, error.status_code)
+            assert error.body["message"], more
+
+
+run(globals())

@@ -187,22 +187,4 @@ def the_asynchronous_client_does_the_same(base_url: str) -> None:
     assert streamed == whole
 
 
-run(
-    [
-        text_generation_gives_text,
-        details_agree_with_the_text,
-        a_stream_says_what_the_whole_answer_says,
-        a_stop_sequence_stays_in_the_text,
-        the_same_seed_samples_the_same,
-        best_of_returns_the_others_too,
-        chat_answers_and_streams,
-        a_grammar_binds_the_text,
-        a_bad_grammar_raises_validation_error,
-        a_response_format_binds_a_chat,
-        several_choices_come_in_order,
-        watermarks_are_taken,
-        a_bad_request_raises_validation_error,
-        info_and_health_answer,
-        the_asynchronous_client_does_the_same,
-    ]
-)
+run(globals())

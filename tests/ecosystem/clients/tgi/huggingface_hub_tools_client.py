@@ -134,16 +134,4 @@ def the_asynchronous_client_does_the_same(base_url: str) -> None:
     assert calls == called(ask(base_url, "required"))
 
 
-run(
-    [
-        required_calls_one_of_the_tools,
-        a_named_tool_is_the_one_called,
-        a_stream_makes_up_the_whole_call,
-        auto_answers_or_calls,
-        none_answers_in_words,
-        a_result_goes_back_and_is_answered,
-        the_prompt_for_tools_is_taken,
-        a_tool_that_is_none_raises_with_its_reason,
-        the_asynchronous_client_does_the_same,
-    ]
-)
+run(globals())

@@ -43,4 +43,4 @@ def a_text_is_completed(base_url: str) -> None:
     assert last.text == whole
 
 
-run([a_chat_answers, a_chat_streams, a_text_is_completed])
+run(globals())

@@ -64,14 +64,4 @@ def the_asynchronous_client_does_the_same(base_url: str) -> None:
     assert streamed == whole
 
 
-run(
-    [
-        generate_gives_text_and_details,
-        a_stream_says_what_the_whole_answer_says,
-        candidates_are_told,
-        a_schema_binds_the_text,
-        an_unknown_adapter_is_not_found,
-        another_source_is_refused,
-        the_asynchronous_client_does_the_same,
-    ]
-)
+run(globals())

@@ -136,18 +136,4 @@ def the_asynchronous_client_does_the_same(base_url: str) -> None:
     assert streamed == whole
 
 
-run(
-    [
-        generate_gives_text_and_details,
-        a_stream_says_what_the_whole_answer_says,
-        sampling_parameters_are_taken,
-        a_grammar_binds_the_text,
-        best_of_returns_the_others_too,
-        a_chat_answers,
-        a_chat_streams,
-        a_call_streams,
-        a_tool_is_called,
-        a_bad_request_raises_validation_error,
-        the_asynchronous_client_does_the_same,
-    ]
-)
+run(globals())

@@ -35,6 +35,44 @@ ELSEWHERE = (
 WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
+PRINT_DIGEST = """
+import hashlib, torch
+from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.cpu.packed_weight import packed_codes
+from millrace_shard.kernels.quantized import CodeFormat
+load_operators()
+torch.ops.millrace.use_amx(False)
+torch.manual_seed(0)
+digest = hashlib.sha256()
+for values in (range(16), range(-8, 8), range(-128, 128)):
+    for group in (16, 32, 96, 128, None):
+        form = CodeFormat(values=tuple(values), group_size=group, has_offsets=group == 32)
+        packed = packed_codes([form.random(80, 704, torch.device("cpu"))], integer=True)
+        for rows in (1, 21):
+            y, x = torch.empty(rows, 80), torch.randn(rows, 704).bfloat16()
+            torch.ops.millrace.panel_linear(y, x, packed, torch.empty(0))
+            digest.update(y.numpy().tobytes())
+print("digest", digest.hexdigest())
+"""
+
+
+@pytest.mark.ecosystem
+def test_integer_products_have_the_same_bits_with_every_instruction_set() -> None:
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        pytest.skip("this CPU has no AVX512")
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", PRINT_DIGEST],
+            env=os.environ | changes,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("digest")[1]
+        for changes in ({}, WITHOUT_AVX512)
+    ]
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.ecosystem
 def test_tiles_are_multiplied_exactly_without_avx512() -> None:
     if torch.backends.cpu.get_cpu_capability() == "AVX2":

@@ -50,9 +50,7 @@ def operators() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -305,7 +303,7 @@ def test_a_row_has_the_same_bits_on_any_number_of_threads(
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
-def test_what_lies_beyond_the_end_never_matters(
+def test_values_beyond_the_end_of_a_sequence_never_matter(
     dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:
     paged = Paged.random(heads=9, kv_heads=3, dim=64, dtype=dtype, cache_dtype=cache_dtype)
@@ -321,7 +319,7 @@ def test_what_lies_beyond_the_end_never_matters(
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("poisoned", ["keys", "values"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_sequence_that_is_not_finite_fails_alone_and_visibly(
+def test_a_sequence_that_is_not_finite_fails_visibly_and_affects_no_other(
     dtype: torch.dtype, cache_dtype: torch.dtype | None, poisoned: str, bad: float
 ) -> None:
     paged = Paged.random(heads=4, kv_heads=2, dim=64, dtype=dtype, cache_dtype=cache_dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,25 +17,12 @@ from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import quantize_rows, rounded_rows
-from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 SIZES = [(96, 64), (576, 576), (1000, 130), (70, 4100), (24, 33), (1, 16)]
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(params=TILE_UNITS)
-def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    with tiles_by(request.param):
-        yield
+pytestmark = pytest.mark.usefixtures("two_threads", "seed")
 
 
 def tiled(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -83,7 +70,7 @@ def test_products_match_integers(out: int, inputs: int) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("out", "inputs"), SIZES)
 @pytest.mark.usefixtures("tiles")
-def test_tiles_give_what_plain_torch_gives(out: int, inputs: int, with_bias: bool) -> None:
+def test_tiles_match_plain_torch(out: int, inputs: int, with_bias: bool) -> None:
     weight, x = weight_of(out, inputs), torch.randn(600, inputs).to(BF16)
     bias = torch.randn(out).to(BF16) if with_bias else None
     fast, plain = tiled(weight, bias)(x), PlainInt8Linear(weight, bias)(x)
@@ -108,7 +95,7 @@ def test_a_row_has_the_same_bits_in_any_batch(out: int, inputs: int) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", [tiled, PlainInt8Linear])
 @pytest.mark.usefixtures("tiles")
-def test_a_row_that_is_not_finite_spoils_itself_alone(
+def test_a_row_that_is_not_finite_spoils_only_itself(
     kind: Callable[[Tensor, Tensor | None], Linear], bad: float
 ) -> None:
     linear = kind(weight_of(64, 96), None)
@@ -127,7 +114,7 @@ def test_rows_next_to_nothing_are_zeros(kind: Callable[[Tensor, Tensor | None], 
     assert torch.equal(y, torch.zeros_like(y))
 
 
-def test_it_is_close_to_the_unquantized() -> None:
+def test_an_int8_linear_is_close_to_the_unquantized_one() -> None:
     weight, x = weight_of(512, 2048), torch.randn(64, 2048).to(BF16)
     exact = F.linear(x.double(), weight.double())
     y = PlainInt8Linear(weight, None)(x).double()

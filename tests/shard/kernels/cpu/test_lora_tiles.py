@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,8 +29,6 @@ from millrace_shard.kernels.layer_weights import (
     AttentionWeights,
     LinearWeights,
     MlpWeights,
-    NormWeights,
-    Rotation,
 )
 from millrace_shard.kernels.lora.adapted_linear import AdaptedLinear
 from millrace_shard.kernels.lora.adapter_table import (
@@ -42,29 +42,24 @@ from millrace_shard.kernels.lora.adapter_table import (
 )
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
+from millrace_testing.engines.layer_blocks import (
+    EPS,
+    apply,
+    attention_of_one,
+    norm,
+    norm_of,
+    rotation_of,
+)
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
-EPS = 1e-5
 RANKS = (1, 4, 8, 16, 17, 64)
 TOLERANCE = 0.08
 HIDDEN, HEADS, KV_HEADS, DIM, INTER = 96, 6, 2, 64, 144
 CONTEXTS = [300, 65, 191, 1, 40]
 
 
-@pytest.fixture(scope="module", autouse=True, params=TILE_UNITS)
-def unit(request: pytest.FixtureRequest) -> Iterator[str]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with tiles_by(request.param):
-        yield request.param
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("unit", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +145,7 @@ class Model:
 
     def apply(self, weights: LinearWeights, x: Tensor, slots: Tensor) -> Tensor:
         """A linear by its definition, in float64."""
-        bias = None if weights.bias is None else weights.bias.double()
-        y = F.linear(x, weights.weight.copied().double(), bias)
+        y = apply(weights, x)
         site = weights.lora
         assert site is not None
         for slot, loras in self.loras.items():
@@ -164,28 +158,22 @@ class Model:
 
     def mlp(self, *, bias: bool = False) -> MlpWeights:
         return MlpWeights(
-            norm=NormWeights(weight=1 + torch.randn(HIDDEN).to(BF16) / 8, eps=EPS),
+            norm=norm_of(HIDDEN),
             gate_up=self.linear([INTER, INTER], HIDDEN, bias=bias),
             down=self.linear([HIDDEN], INTER, bias=bias),
         )
 
     def attention(self, *, bias: bool = False) -> AttentionWeights:
-        angles = torch.arange(512).unsqueeze(1) / 100 ** (torch.arange(DIM // 2) / DIM)
         return AttentionWeights(
-            norm=NormWeights(weight=1 + torch.randn(HIDDEN).to(BF16) / 8, eps=EPS),
+            norm=norm_of(HIDDEN),
             qkv=self.linear([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], HIDDEN, bias=bias),
             out=self.linear([HIDDEN], HEADS * DIM, bias=bias),
-            rotation=Rotation(table=torch.cat((angles.cos(), angles.sin()), dim=1)),
+            rotation=rotation_of(DIM),
             scale=DIM**-0.5,
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=DIM,
         )
-
-
-def norm(x: Tensor, weights: NormWeights | None) -> Tensor:
-    assert weights is not None
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights.weight.double()
 
 
 def random_slots(rows: int, slots: int) -> Tensor:
@@ -215,16 +203,19 @@ def distance(y: Tensor, expected: Tensor) -> float:
 LINEARS = [([1003], 70, torch.float32), ([96, 32, 48], 576, BF16), ([40], 1600, BF16)]
 
 
-def in_codes(weights: LinearWeights) -> LinearWeights:
-    """The same linear over codes of 4 bits, whose values bfloat16 holds."""
-    outputs, inputs = weights.weight.shape
-    weight = QuantizedTensor(
-        codes=torch.randint(16, (outputs, inputs), dtype=torch.uint8),
-        values=torch.arange(16.0) - 8,
-        scales=2.0 ** -torch.randint(4, 9, (outputs, -(-inputs // 32))),
-        group_size=32,
-    )
-    return replace(weights, weight=StoredWeight((weight,), BF16, CPU))
+def in_codes(weights: LinearWeights, outputs: Sequence[int]) -> LinearWeights:
+    """The same linear over codes of 4 bits, whose values bfloat16 holds, in parts whose groups differ in size."""
+    inputs = weights.weight.shape[1]
+    parts = [
+        QuantizedTensor(
+            codes=torch.randint(16, (count, inputs), dtype=torch.uint8),
+            values=torch.arange(16.0) - 8,
+            scales=2.0 ** -torch.randint(4, 9, (count, -(-inputs // group))),
+            group_size=group,
+        )
+        for count, group in zip(outputs, itertools.cycle((32, 64)), strict=False)
+    ]
+    return replace(weights, weight=StoredWeight(parts, BF16, CPU))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +228,7 @@ def test_a_linear_adds_each_rows_own_adapter(
     model = Model()
     weights = model.linear(outputs, inputs, bias=bias)
     if kind != "plain":
-        weights = in_codes(weights)
+        weights = in_codes(weights, outputs)
     linear, base = (
         PanelLinear(each, dtype=dtype, integer=kind == "integer")
         for each in (weights, replace(weights, lora=None))
@@ -309,30 +300,6 @@ def test_an_mlp_adds_adapters_before_its_activation(bias: bool) -> None:
     torch.set_num_threads(2)
 
 
-def rotated(x: Tensor, rope: Tensor) -> Tensor:
-    cos, sin = rope[: len(x)].double().unsqueeze(1).chunk(2, dim=-1)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-def attention_of_one(
-    model: Model, weights: AttentionWeights, residual: Tensor, slot: int
-) -> Tensor:
-    """The block by its definition, over one whole sequence, in float64."""
-    slots = torch.full((len(residual),), slot)
-    qkv = model.apply(weights.qkv, norm(residual, weights.norm), slots).view(len(residual), -1, DIM)
-    q, k, v = torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], dim=1)
-    assert weights.rotation is not None
-    q, k = (rotated(each, weights.rotation.table) for each in (q, k))
-    k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
-    seen = torch.ones(len(residual), len(residual)).tril().bool()
-    probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    return model.apply(
-        weights.out, torch.einsum("hqk,khd->qhd", probabilities, v).flatten(1), slots
-    )
-
-
 def new_cache() -> LayerCache:
     kernels = CpuKernels(deterministic=True)
     cache = kernels.new_cache(
@@ -359,8 +326,8 @@ def test_attention_adds_each_sequences_own_adapter(bias: bool) -> None:
     parts = torch.split(residual, CONTEXTS)
     expected = torch.cat(
         [
-            attention_of_one(model, weights, part.double(), slot)
-            for part, slot in zip(parts, of_sequences, strict=True)
+            attention_of_one(weights, part.double(), partial(model.apply, slots=each))
+            for part, each in zip(parts, torch.split(slots, CONTEXTS), strict=True)
         ]
     )
     assert distance(y, expected) < TOLERANCE

@@ -31,7 +31,7 @@ from millrace_shard.kernels.layer_weights import (
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS, need_brgemm, tiles_by
+from millrace_testing.engines.kernels import need_brgemm
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -74,15 +74,7 @@ def operators() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(params=TILE_UNITS)
-def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    with tiles_by(request.param):
-        yield
+pytestmark = pytest.mark.usefixtures("seed")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,7 @@ from millrace_shard.kernels.experts_agreement import RULES, experts_weights
 from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.quantized import CodeFormat, PlainQuantizedLinear, QuantizedTensor
-from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
+from millrace_shard.kernels.stored_weight import Origin
 from millrace_testing.quantized.code_formats import defined_experts
 
 BF16 = torch.bfloat16
@@ -45,17 +44,11 @@ INTEGERS = ("mxfp4", "int4-g128", "int4-zeros-order", "int8")
 """Formats that have products of integers."""
 SHAPES = {"odd": (96, 48, 12), "long": (832, 816, 6)}
 """Hidden, intermediate and the number of experts."""
-BY_SHARES, CLAMPED, BY_GROUPS = RULES
+BY_SHARES, CLAMPED, BY_GROUPS, _ = RULES
 RULE_OF = {"odd": BY_GROUPS, "long": CLAMPED}
 
 
-@pytest.fixture(autouse=True, params=TILE_UNITS)
-def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with tiles_by(request.param):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("tiles")
 
 
 def weights_of(
@@ -130,7 +123,7 @@ def test_experts_of_integers_match_their_definition(name: str, shape: str) -> No
 
 @pytest.mark.parametrize("integer", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_has_the_same_bits_beside_any_rows(name: str, integer: bool) -> None:
+def test_a_row_has_the_same_bits_with_any_other_rows(name: str, integer: bool) -> None:
     check_bits(made_of(weights_of(CLAMPED, "long", name), integer=integer), "long")
 
 
@@ -151,7 +144,7 @@ def test_experts_of_a_layer_may_have_different_formats(shape: str) -> None:
     check_bits(made_of(weights, integer=True), shape)
 
 
-def test_activations_in_int8_are_for_codes_of_integers_alone() -> None:
+def test_only_codes_of_integers_have_activations_in_int8() -> None:
     x = rows_of(5, "odd")
     for name, differs in (("int4-g128", True), ("nf4", False), (None, False)):
         exact, rounded = (
@@ -171,13 +164,14 @@ def test_codes_are_kept_as_they_are(name: str, bits: float) -> None:
     assert num_bytes - header < 1.03 * count * 3 * hidden * inter * bits / 8
 
 
-def test_experts_whose_codes_no_kernel_has_are_dequantised(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_experts_whose_codes_no_kernel_has_are_dequantised() -> None:
     def in_groups_of_24(linear: LinearWeights) -> LinearWeights:
         format_ = replace(FORMATS["int4-g128"], group_size=24)
         codes = format_.random(*linear.weight.shape, CPU)
-        return replace(linear, weight=replace(linear.weight, parts=(codes,)))
+        origin = Origin(name="linear", warn=reasons.setdefault)
+        return replace(linear, weight=replace(linear.weight, parts=(codes,), origin=origin))
+
+    reasons = dict[str, str]()
 
     def weights() -> ExpertsWeights:
         of = list(weights_of(BY_SHARES, "odd", "int8").experts)
@@ -186,7 +180,8 @@ def test_experts_whose_codes_no_kernel_has_are_dequantised(
         return replace(weights_of(BY_SHARES, "odd", None), experts=of)
 
     check(made_of(weights()), weights(), "odd")
-    assert caplog.text.count("groups of 24") == 1
+    (reason,) = reasons
+    assert "groups of 24" in reason
 
 
 def test_an_operator_that_is_wrong_is_not_used(

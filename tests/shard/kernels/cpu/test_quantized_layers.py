@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,20 +28,13 @@ from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16, CPU, DIM = torch.bfloat16, torch.device("cpu"), 64
 QUERIES, CONTEXTS = (70, 3, 9), (70, 270, 300)
 NUM_LAYERS = 3
 
 
-@pytest.fixture(autouse=True, params=TILE_UNITS)
-def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with tiles_by(request.param):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("tiles", "two_threads")
 
 
 def int4(weight: Tensor, group: int) -> QuantizedTensor:
@@ -102,7 +95,7 @@ def run(kernels: Kernels, layers: Sequence[Layer], *steps: Sequence[int]) -> lis
     return [torch.cat(rows) for rows in results]
 
 
-def test_layers_of_codes_compute_what_plain_torch_computes() -> None:
+def test_layers_of_codes_match_plain_torch() -> None:
     kernels, plain = CpuKernels(deterministic=True), PlainKernels(deterministic=True)
     layers = layers_of(kernels)
     assert isinstance(kernels.layers(layers, None), TiledLayers)
@@ -118,7 +111,7 @@ def test_layers_of_integers_are_close_to_plain_torch() -> None:
     assert distance(ours, theirs) < 0.2
 
 
-def test_int8_layers_are_one_operator_and_compute_what_plain_linears_compute() -> None:
+def test_int8_layers_are_one_operator_and_match_plain_linears() -> None:
     tiled = with_int8(CpuKernels(deterministic=True))
     plain = with_int8(PlainKernels(deterministic=True))
     layers = layers_of(tiled, quantize=False)

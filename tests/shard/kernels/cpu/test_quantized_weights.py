@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.cpu import packed_weight
@@ -16,9 +16,13 @@ from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.cpu.packed_weight import has_integer_products, packed_codes
 from millrace_shard.kernels.cpu.tile_blocks import PanelLinear
 from millrace_shard.kernels.layer_weights import LinearWeights
-from millrace_shard.kernels.quantized import PlainQuantizedLinear, QuantizedTensor, rounded_rows
+from millrace_shard.kernels.quantized import (
+    PlainQuantizedLinear,
+    QuantizedTensor,
+    ScaleUnits,
+    rounded_rows,
+)
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 OUTPUTS = 70
@@ -35,6 +39,7 @@ TABLES = {
     "uint4": torch.arange(16.0),
     "nf4": torch.tensor((*NF4_LOW, *NF4_HIGH)),
     "e2m1": torch.tensor((*E2M1, *(-value for value in E2M1))),
+    "iq2": torch.tensor((8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0)) / 8,
     "int8": torch.arange(256.0) - 128,
     "uint8": torch.arange(256.0),
     "e4m3": E4M3,
@@ -44,14 +49,7 @@ SIZES = [(576, 16), (576, 32), (576, 128), (704, 64), (704, 96), (576, WHOLE), (
 LONG_SIZES = [(2880, 32), (2880, 2880), (2880, 1024)]
 
 
-@pytest.fixture(autouse=True, params=TILE_UNITS)
-def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with tiles_by(request.param):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("tiles", "two_threads", "seed")
 
 
 def random_weight(
@@ -76,30 +74,46 @@ def random_weight(
 
 
 def linear_of(
-    *parts: QuantizedTensor, bias: Tensor | None = None, integer: bool = False
+    *parts: QuantizedTensor, bias: Tensor | None = None, integer: bool = False, wide: bool = False
 ) -> PanelLinear:
-    weight = StoredWeight(parts, BF16, torch.device("cpu"))
-    return PanelLinear(LinearWeights(weight, bias), dtype=torch.float32, integer=integer)
+    weight = LinearWeights(StoredWeight(parts, BF16, torch.device("cpu")), bias)
+    return PanelLinear(weight, dtype=torch.float32, integer=integer, wide=wide)
 
 
 def check(
-    y: Tensor, weight: QuantizedTensor, x: Tensor, *, integer: bool = False, tolerance: float = 4e-6
+    y: Tensor,
+    weight: QuantizedTensor,
+    x: Tensor,
+    *,
+    integer: bool = False,
+    wide: bool = False,
+    tolerance: float = 4e-6,
 ) -> None:
     """Compare the first and last rows with float64, relative to the sums of absolute products."""
     if len(x) > 2 * CHECKED:
         x, y = (torch.cat((each[:CHECKED], each[-CHECKED:])) for each in (x, y))
     rows = x.double()
     if integer:
-        rows = rounded_for(weight, x)
+        rows = rounded_for(weight, x, wide=wide)
     exact = rows @ weight.dequantized().double().T
     size = rows.abs() @ parts_of(weight).abs().T
     assert float(((y.double() - exact).abs() / size).max()) < tolerance
 
 
-def rounded_for(weight: QuantizedTensor, x: Tensor) -> Tensor:
+def rounded_for(weight: QuantizedTensor, x: Tensor, *, wide: bool) -> Tensor:
     """The rows, rounded in the order of the codes, float64."""
     order = torch.arange(x.shape[1]) if weight.input_order is None else weight.input_order
-    return torch.empty_like(x, dtype=torch.float64).index_copy_(1, order, rounded_rows(x[:, order]))
+    rounded = (rounded_to_16_bits if wide else rounded_rows)(x[:, order])
+    return torch.empty_like(x, dtype=torch.float64).index_copy_(1, order, rounded)
+
+
+def rounded_to_16_bits(rows: Tensor) -> Tensor:
+    """The same with integers of which the largest of 32 inputs is 127 * 256."""
+    count, size = rows.shape
+    parts = F.pad(rows.float(), (0, -size % 32)).view(count, -1, 32)
+    largest, most = parts.abs().amax(-1, keepdim=True), torch.tensor(127.0 * 256)
+    integers = (parts * torch.div(most, largest)).round()
+    return (integers.double() * (largest / most).double()).view(count, -1)[:, :size]
 
 
 def parts_of(weight: QuantizedTensor) -> Tensor:
@@ -132,7 +146,7 @@ def test_products_match_the_exact_codes(table: str, inputs: int, group: int) -> 
 
 @pytest.mark.parametrize(("inputs", "group"), [(576, 16), (704, 96), (704, WHOLE)])
 @pytest.mark.parametrize("order", [False, True])
-@pytest.mark.parametrize("table", ["uint4", "nf4", "e2m1", "uint8", "e4m3"])
+@pytest.mark.parametrize("table", ["uint4", "nf4", "e2m1", "iq2", "uint8", "e4m3"])
 def test_products_are_exact_for_any_table_offsets_and_input_order(
     table: str, inputs: int, group: int, order: bool
 ) -> None:
@@ -153,24 +167,91 @@ def test_bits_of_int8_are_multiplied_as_ascending_codes_are(integer: bool) -> No
     assert torch.equal(linear_of(signed, integer=integer)(x), expected)
 
 
-@pytest.mark.parametrize(("inputs", "group"), [*SIZES[1:], *LONG_SIZES])
-@pytest.mark.parametrize("table", ["int4", "e2m1", "int8"])
-def test_integer_products_match_rounded_rows(table: str, inputs: int, group: int) -> None:
+@pytest.mark.parametrize(("inputs", "group"), [*SIZES, *LONG_SIZES])
+@pytest.mark.parametrize("table", ["int4", "e2m1", "iq2", "int8"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_integer_products_match_rounded_rows(
+    table: str, inputs: int, group: int, wide: bool
+) -> None:
     weight, x = random_weight(table, inputs, group), torch.randn(ROWS, inputs).to(BF16)
-    linear = linear_of(weight, integer=True)
+    linear = linear_of(weight, integer=True, wide=wide)
     whole = linear(x)
-    check(whole, weight, x, integer=True)
+    check(whole, weight, x, integer=True, wide=wide)
     check_rows(linear, x, whole)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("table", ["uint4", "uint8"])
-def test_integer_products_are_exact_with_offsets_in_another_order(table: str) -> None:
+def test_integer_products_are_exact_with_offsets_in_another_order(table: str, wide: bool) -> None:
     weight = random_weight(table, 704, 32, offsets=True, order=True)
     x = torch.randn(ROWS, 704).to(BF16)
-    linear = linear_of(weight, integer=True)
+    linear = linear_of(weight, integer=True, wide=wide)
     whole = linear(x)
-    check(whole, weight, x, integer=True)
+    check(whole, weight, x, integer=True, wide=wide)
     check_rows(linear, x, whole)
+
+
+@pytest.mark.parametrize(("first", "bits"), [(131, 4), (0, 5), (96, 6), (190, 6), (100, 8)])
+@pytest.mark.parametrize("group", [16, 96])
+def test_integer_products_take_only_the_bits_that_the_codes_need(
+    first: int, bits: int, group: int
+) -> None:
+    weight, x = random_weight("int8", 704, group, outputs=96), torch.randn(40, 704).to(BF16)
+    weight = replace(weight, codes=weight.codes % (1 << bits if bits < 8 else 156) + first)
+    packed = packed_codes([weight], integer=True)
+    assert packed is not None
+    groups = -(-704 // group)
+    assert 0 <= packed.numel() - 96 * (704 * bits // 8 + 4 * groups) < 2048
+    for wide in (False, True):
+        linear = linear_of(weight, integer=True, wide=wide)
+        whole = linear(x)
+        check(whole, weight, x, integer=True, wide=wide)
+        check_rows(linear, x, whole)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("largest", "sign"), [(15, 1), (31, 1), (63, -1), (255, 1), (255, -1)])
+def test_sums_of_the_largest_integers_are_exact(largest: int, sign: int, wide: bool) -> None:
+    codes = torch.full((32, 128), largest, dtype=torch.uint8)
+    codes[0, 0] = 0
+    weight = QuantizedTensor(
+        codes=codes, values=torch.arange(256.0), scales=torch.ones(32, 1), group_size=128
+    )
+    linear = linear_of(weight, integer=True, wide=wide)
+    y = linear(torch.full((9, 128), 127.0 * sign).to(BF16))
+    assert torch.equal(y, (weight.codes.float().sum(1) * 127 * sign).expand_as(y))
+
+
+@pytest.mark.parametrize("integer", [False, True])
+@pytest.mark.parametrize(
+    ("table", "inputs", "group"), [("uint4", 704, 32), ("iq2", 704, 16), ("int8", 576, 16)]
+)
+def test_scales_that_count_units_take_a_byte(
+    table: str, inputs: int, group: int, integer: bool
+) -> None:
+    weight, x = random_weight(table, inputs, group, outputs=96), torch.randn(40, inputs).to(BF16)
+    shape, groups = (96, -(-inputs // 256)), inputs // group
+    units = ScaleUnits(torch.rand(shape), torch.rand(shape)).each(
+        lambda each: (each + 0.5).half().float()
+    )
+    index, counts = torch.arange(groups) * group // 256, torch.randint(-127, 128, (96, groups))
+    weight = replace(
+        weight,
+        scales=counts * units.scales[:, index],
+        offsets=counts.flip(0) * units.offsets[:, index],
+        units=units,
+    )
+    packed = packed_codes([weight], integer=integer)
+    assert packed is not None
+    bytes_needed = weight.bits * inputs // 8 + 2 * groups + 2 * 2 * shape[1]
+    assert 0 <= packed.numel() - 96 * bytes_needed < 2048
+    linear = linear_of(weight, integer=integer)
+    whole = linear(x)
+    assert torch.equal(whole, linear_of(replace(weight, units=None), integer=integer)(x))
+    for rows in (1, 2, 7, 13):
+        assert torch.equal(linear(x[-rows:]), whole[-rows:]), rows
+    part, tail = weight.rows(0, 32), weight.rows(32, 96)
+    assert torch.equal(linear_of(part, tail, integer=integer)(x), linear(x))
 
 
 NUM_RANDOM = int(os.environ.get("RANDOM_FORMS", "30"))
@@ -220,6 +301,23 @@ def test_scales_of_any_type_are_exact(dtype: torch.dtype) -> None:
     check(linear_of(weight)(x), weight, x)
 
 
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("table", ["int4", "int8"])
+@pytest.mark.parametrize("inputs", [32, 544, 1000])
+def test_a_row_is_the_same_alone_with_scales_of_16_bits(
+    table: str, inputs: int, offsets: bool
+) -> None:
+    """A single row reads them with the codes of each step, other rows before the steps."""
+    weight, x = random_weight(table, inputs, 32, offsets=offsets), torch.randn(14, inputs).to(BF16)
+    halves = None if weight.offsets is None else weight.offsets.half().float()
+    weight = replace(weight, scales=weight.scales.half().float(), offsets=halves)
+    linear = linear_of(weight, integer=True)
+    whole = linear(x)
+    check(whole, weight, x, integer=True)
+    for row in range(len(x)):
+        assert torch.equal(linear(x[row : row + 1]), whole[row : row + 1]), row
+
+
 def test_parts_of_several_forms_are_one_linear() -> None:
     forms = (("int4", 64, False), ("int8", WHOLE, False), ("uint4", 32, True))
     parts = [random_weight(table, 128, g, outputs=48, offsets=o) for table, g, o in forms]
@@ -229,13 +327,43 @@ def test_parts_of_several_forms_are_one_linear() -> None:
         check(columns, part, x)
 
 
-def test_parts_without_a_common_form_are_dequantized(caplog: pytest.LogCaptureFixture) -> None:
-    parts = [random_weight("int4", 128, 64, order=order) for order in (True, False)]
-    x = torch.randn(3, 128).to(BF16)
-    weight = torch.cat([part.dequantized() for part in parts]).to(BF16)
-    expected = PanelLinear(LinearWeights(StoredWeight.of(weight)), dtype=torch.float32)(x)
-    assert torch.equal(linear_of(*parts)(x), expected)
-    assert "common form" in caplog.text
+@pytest.mark.parametrize("integer", [False, True])
+def test_parts_that_fill_panels_keep_their_forms_in_one_linear(integer: bool) -> None:
+    forms = (("uint4", 32, 64, True), ("uint4", 32, 32, True), ("int8", 16, 32, False))
+    parts = [random_weight(t, 704, group, outputs=n, offsets=o) for t, group, n, o in forms]
+    parts.append(random_weight("int4", 704, 64, outputs=10))
+    x, bias = torch.randn(40, 704).to(BF16), torch.randn(138).to(BF16)
+    linear = linear_of(*parts, bias=bias, integer=integer)
+    expected, first = list[Tensor](), 0
+    for run in (parts[:2], parts[2:3], parts[3:]):
+        own = bias[first : first + sum(part.shape[0] for part in run)]
+        expected.append(linear_of(*run, bias=own, integer=integer)(x))
+        first += len(own)
+    whole = torch.cat(expected, dim=1)
+    assert torch.equal(linear(x), whole)
+    for rows in (1, 7, 33):
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("integer", [False, True])
+def test_parts_without_a_common_form_stay_apart_as_codes(
+    integer: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ordered = random_weight("int4", 128, 64, order=True)
+    joined = [random_weight(table, 128, 64) for table in ("int4", "int8")]
+    plain, bias = torch.randn(OUTPUTS, 128).to(BF16), torch.randn(4 * OUTPUTS).to(BF16)
+    x, device = torch.randn(3, 128).to(BF16), torch.device("cpu")
+    stored = StoredWeight((ordered, *joined, plain), BF16, device)
+    y = CpuKernels(deterministic=True, integer=integer).linear_from(LinearWeights(stored, bias))(x)
+    runs: list[tuple[Tensor | QuantizedTensor, ...]] = [(ordered,), tuple(joined), (plain,)]
+    biases = torch.split(bias, [OUTPUTS, 2 * OUTPUTS, OUTPUTS])
+    expected = [
+        PanelLinear(LinearWeights(StoredWeight(run, BF16, device), own), integer=integer)(x)
+        for run, own in zip(runs, biases, strict=True)
+    ]
+    assert torch.equal(y, torch.cat(expected, dim=1))
+    assert "computed apart" in caplog.text
+    assert "dequantized" not in caplog.text
 
 
 def test_groups_that_no_kernel_has_are_dequantized(caplog: pytest.LogCaptureFixture) -> None:
@@ -262,10 +390,10 @@ def test_an_operator_that_is_wrong_is_not_used(
     assert "the operator is wrong" in caplog.text
 
 
-def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
-    for integer in (False, True):
+def test_a_row_that_is_not_finite_spoils_only_itself() -> None:
+    for integer, wide in ((False, False), (True, False), (True, True)):
         weight, x = random_weight("int4", 96, 32, offsets=True), torch.randn(3, 96).to(BF16)
-        linear = linear_of(weight, integer=integer)
+        linear = linear_of(weight, integer=integer, wide=wide)
         expected = linear(x)
         x[1, 7] = torch.nan
         y = linear(x)
@@ -280,6 +408,9 @@ def test_biases_are_added_and_heads_return_float32() -> None:
     plain = linear_of(weight)(x)
     assert torch.equal(linear_of(weight, bias=bias)(x), plain + bias.float())
     stored = LinearWeights(StoredWeight((weight,), BF16, torch.device("cpu")))
-    logits = CpuKernels(deterministic=True, integer=True).head_from(stored)(x)
+    logits = CpuKernels(deterministic=True).head_from(stored)(x)
     assert logits.dtype == torch.float32
     assert torch.equal(logits, plain)
+    wide = CpuKernels(deterministic=True, integer=True).head_from(stored)(x)
+    exact = x.double() @ weight.dequantized().double().T
+    assert float((wide - exact).abs().max()) < 2**-15 * float(exact.abs().max())

@@ -6,7 +6,7 @@ import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from millrace_shard.device.pulse import PULSE
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Layer, LayerCache
 from millrace_shard.kernels.cpu.operators import CpuKernels
@@ -30,33 +31,25 @@ from millrace_shard.kernels.layer_weights import (
     HeadNorms,
     LinearWeights,
     MlpWeights,
-    NormWeights,
-    Rotation,
 )
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import TILE_UNITS, tiles_by
+from millrace_testing.engines.layer_blocks import (
+    apply,
+    attention_of_one,
+    norm,
+    norm_of,
+    rotation_of,
+)
 
 BF16 = torch.bfloat16
-EPS = 1e-5
 CONTEXTS = [300, 65, 191, 1, 129, 64]
 QUERIES = [300, 1, 91, 1, 2, 1]
 TOLERANCE = 0.05
 
 
-@pytest.fixture(scope="module", autouse=True, params=TILE_UNITS)
-def unit(request: pytest.FixtureRequest) -> Iterator[str]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with tiles_by(request.param):
-        yield request.param
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("unit", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +67,6 @@ class Shape:
 
     def weights(self) -> AttentionWeights:
         width = (self.heads + 2 * self.kv_heads) * self.dim
-        angles = torch.arange(512).unsqueeze(1) / 100 ** (torch.arange(self.dim // 2) / self.dim)
         return AttentionWeights(
             norm=replace(norm_of(self.hidden), wide=self.gpt_oss),
             qkv=linear(width, self.hidden, bias=self.bias),
@@ -82,7 +74,7 @@ class Shape:
             if self.qk_norm
             else None,
             out=linear(self.hidden, self.heads * self.dim, bias=self.bias),
-            rotation=Rotation(table=torch.cat((angles.cos(), angles.sin()), dim=1)),
+            rotation=rotation_of(self.dim),
             scale=self.dim**-0.5,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
@@ -121,53 +113,9 @@ SHAPES = [
 ]
 
 
-def norm_of(size: int) -> NormWeights:
-    return NormWeights(weight=1 + torch.randn(size).to(BF16) / 8, eps=EPS)
-
-
 def linear(out: int, inputs: int, *, bias: bool) -> LinearWeights:
     weight = (torch.randn(out, inputs) / math.sqrt(inputs)).to(BF16)
     return LinearWeights(StoredWeight.of(weight), torch.randn(out).to(BF16) if bias else None)
-
-
-def apply(weights: LinearWeights, x: Tensor) -> Tensor:
-    bias = None if weights.bias is None else weights.bias.double()
-    return F.linear(x, weights.weight.copied().double(), bias)
-
-
-def norm(x: Tensor, weights: NormWeights | None) -> Tensor:
-    assert weights is not None
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights.weight.double()
-
-
-def rotated(x: Tensor, rope: Tensor) -> Tensor:
-    cos, sin = rope[: len(x)].double().unsqueeze(1).chunk(2, dim=-1)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-def attention_of_one(weights: AttentionWeights, residual: Tensor) -> Tensor:
-    """The block by its definition, over one whole sequence, in float64."""
-    heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
-    qkv = apply(weights.qkv, norm(residual, weights.norm)).view(len(residual), -1, dim)
-    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-    if weights.head_norms is not None:
-        q, k = norm(q, weights.head_norms.query), norm(k, weights.head_norms.key)
-    assert weights.rotation is not None
-    q, k = (rotated(each, weights.rotation.table) for each in (q, k))
-    k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
-    at = torch.arange(len(residual))
-    seen = at[None] <= at[:, None]
-    if weights.window is not None:
-        seen &= at[None] > at[:, None] - weights.window
-    scores = scores.masked_fill(~seen, -math.inf)
-    if weights.sinks is not None:
-        sinks = weights.sinks.double().view(-1, 1, 1).expand(-1, len(residual), 1)
-        scores = torch.cat((scores, sinks), dim=-1)
-    probabilities = scores.softmax(-1)[..., : len(residual)]
-    attended = torch.einsum("hqk,khd->qhd", probabilities, v).flatten(1)
-    return apply(weights.out, attended)
 
 
 def run(
@@ -217,7 +165,7 @@ def test_attention_matches_its_definition(shape: Shape, with_x: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_of_a_row_has_the_same_bits_cut_anywhere_and_alone(shape: Shape) -> None:
+def test_attention_of_a_row_has_the_same_bits_for_any_cuts_and_batch(shape: Shape) -> None:
     weights = shape.weights()
     residual = torch.randn(300, shape.hidden).to(BF16)
     block = TiledAttention(weights)
@@ -316,6 +264,40 @@ def test_all_layers_at_once_are_one_after_the_other(
         assert torch.equal(left, right)
 
 
+def test_each_layer_of_the_operator_over_all_layers_is_a_sign_of_life() -> None:
+    """It takes units of work in each of its phases, and more for more rows."""
+    kernels, shape = CpuKernels(deterministic=True), Shape()
+    weights = shape.weights()
+    layer = Layer(kernels.attention(weights), kernels.mlp(shape.mlp()))
+
+    def count_of(num_layers: int, counts: Sequence[int]) -> int:
+        run_layers = kernels.layers([layer] * num_layers, None)
+        assert isinstance(run_layers, TiledLayers)
+        residual = torch.randn(sum(counts), shape.hidden).to(BF16)
+        before = PULSE.value
+        run_layers(residual, tables_of(counts, CONTEXTS), [shape.cache()] * num_layers)
+        return PULSE.value - before
+
+    few = [1] * len(CONTEXTS)
+    one, two, many = count_of(1, few), count_of(2, few), count_of(1, CONTEXTS)
+    assert one > 4
+    assert two == 2 * one
+    assert many > one
+
+
+def test_each_half_of_a_layer_of_plain_operations_is_a_sign_of_life() -> None:
+    kernels, shape = PlainKernels(deterministic=True, block_size=64), Shape()
+    layer = Layer(kernels.attention(shape.weights()), kernels.mlp(shape.mlp()))
+    batch = ragged_batch([90, 1], [90, 1], block_size=64)
+    cache = kernels.new_cache(
+        num_blocks=8, num_kv_heads=2, head_dim=64, dtype=BF16, device=torch.device("cpu")
+    )
+    residual = torch.randn(91, shape.hidden).to(BF16)
+    before = PULSE.value
+    kernels.layers([layer] * 3, None)(residual, batch, [cache] * 3)
+    assert PULSE.value - before == 6
+
+
 FIRST_CALL = """
 import sys, torch
 from millrace_shard.kernels.agreement import largest_difference
@@ -406,7 +388,7 @@ def test_parts_that_are_not_a_weight_are_refused(parts: list[Tensor]) -> None:
         torch.ops.millrace.pack_panels(parts, False)
 
 
-def test_weights_outlive_what_was_packed_beside_them_and_then_give_back_their_memory() -> None:
+def test_weights_outlive_others_packed_with_them_and_then_free_their_memory() -> None:
     before = resident_bytes()
     x = torch.randn(2, 256).to(BF16)
     weights = [torch.randn(rows, 256).to(BF16) for rows in (33, 70_000, 1, 70_000, 500)]

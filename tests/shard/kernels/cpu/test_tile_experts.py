@@ -79,7 +79,7 @@ def steps_of(experts: Experts, x: Tensor, shape: str) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.scoring.value)
-def test_a_row_has_the_same_bits_beside_any_rows_and_on_any_threads(
+def test_a_row_has_the_same_bits_with_any_other_rows_and_on_any_threads(
     kernels: CpuKernels, rule: RoutingRule, shape: str
 ) -> None:
     made, x = kernels.experts(weights_of(rule, shape)), rows_of(9, shape)
@@ -90,13 +90,13 @@ def test_a_row_has_the_same_bits_beside_any_rows_and_on_any_threads(
             assert torch.equal(result, expected)
 
 
-def test_more_pairs_than_are_computed_at_once(kernels: CpuKernels) -> None:
+def test_more_pairs_than_are_computed_at_once_have_the_same_bits(kernels: CpuKernels) -> None:
     rule, shape = RULES[0], "in-tiles"
     made, x = kernels.experts(weights_of(rule, shape)), rows_of(2500, shape)
     assert torch.equal(made(x)[1000:1400], made(x[1000:1400]))
 
 
-def test_a_row_that_is_not_finite_fails_alone(kernels: CpuKernels) -> None:
+def test_a_row_that_is_not_finite_fails_no_other_row(kernels: CpuKernels) -> None:
     for rule in RULES:
         made, x = kernels.experts(weights_of(rule, "in-tiles")), rows_of(20, "in-tiles")
         before = made(x)
@@ -125,7 +125,7 @@ def test_equal_experts_are_chosen_in_order(kernels: CpuKernels) -> None:
     torch.testing.assert_close(made.float(), plain.float(), atol=0.02, rtol=0.02)
 
 
-def test_what_does_not_fit_is_composed(kernels: CpuKernels) -> None:
+def test_experts_that_do_not_fit_the_tiles_are_composed(kernels: CpuKernels) -> None:
     weights = partial(experts_weights, Random(BF16, CPU), BF16, RULES[0], num_experts=4)
     for made in (
         kernels.experts(weights(hidden=48, inter=32)),

@@ -40,6 +40,7 @@ def _fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(served_agreement, "LONG_CONTEXT", 350)
         monkeypatch.setattr(served_agreement, "LONG", ((70, 1, 9), (80, 300, 350)))
         monkeypatch.setattr(served_agreement, "MANY", (served_agreement.MANY[0],) * 2)
+        monkeypatch.setattr(served_agreement, "PROMPTS", ((20, 1, 9), (25, 30, 9)))
         monkeypatch.setattr(served_agreement, "NUM_OTHERS", 4)
         monkeypatch.setattr(agreement, "INTER", 144)
         monkeypatch.setattr(experts_agreement, "INTER", 24)
@@ -54,7 +55,7 @@ def test_the_kernels_agree_with_plain_torch(deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])
-def test_bits_are_the_same_in_deterministic_mode_alone(deterministic: bool) -> None:
+def test_bits_are_the_same_only_in_deterministic_mode(deterministic: bool) -> None:
     kernels = CudaKernels(deterministic=deterministic)
     named = differing_bits(kernels, dtype=FP32, shape=SHAPE, device=DEVICE)
     assert (named is None) == deterministic

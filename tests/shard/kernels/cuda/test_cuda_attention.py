@@ -18,11 +18,19 @@ import triton
 import triton.language as tl
 
 from millrace_shard.kernels.cuda import cuda_attention
-from millrace_shard.kernels.cuda.cuda_attention import max_spans
+from millrace_shard.kernels.cuda.cuda_attention import (
+    SharedMemory,
+    fixed_tiling,
+    max_spans,
+    span_tiling,
+    tile_tiling,
+)
 from millrace_shard.kernels.cuda.operators import CudaKernels
 from millrace_shard.kernels.cuda.triton_attention import sequence_of
 from millrace_shard.kernels.cuda.triton_softmax import (
     LONG_SPAN,
+    MIDDLE_SPAN,
+    NUM_MIDDLE_SPANS,
     NUM_SHORT_SPANS,
     SHORT_SPAN,
     span_of,
@@ -118,7 +126,7 @@ def test_a_prompt_that_crosses_a_span_has_the_same_bits_whole_and_cut() -> None:
     assert torch.equal(torch.cat(singles), whole[5:7])
 
 
-def test_a_window_that_begins_within_a_span_is_right_and_has_the_same_bits_alone() -> None:
+def test_a_window_that_begins_within_a_span_is_right_and_batch_invariant() -> None:
     paged, window = pages((2, 1, 16), FP16, contexts=(700,)), 300
     prompt = paged.attend([(0, 690, 700)], window)
     assert distance(prompt, paged.expected([(0, 690, 700)], window)) < TOLERANCE[FP16]
@@ -188,7 +196,7 @@ def test_queries_may_be_a_view_into_a_merged_projection() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])
-def test_what_lies_beyond_the_end_never_matters(deterministic: bool) -> None:
+def test_values_beyond_the_end_of_a_sequence_never_matter(deterministic: bool) -> None:
     paged = pages(deterministic=deterministic)
     before = paged.attend(SPANS)
     stored = torch.zeros(paged.cache.keys.shape[:2], dtype=torch.bool, device=DEVICE)
@@ -202,7 +210,7 @@ def test_what_lies_beyond_the_end_never_matters(deterministic: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_sequence_that_is_not_finite_fails_alone_and_visibly(bad: float) -> None:
+def test_a_sequence_that_is_not_finite_fails_visibly_and_affects_no_other(bad: float) -> None:
     paged = pages(contexts=(40, 33, 17))
     spans = [(0, 33, 40), (1, 32, 33), (2, 0, 17)]
     counts = [end - begin for _, begin, end in spans]
@@ -249,7 +257,8 @@ def test_every_tile_has_a_slot() -> None:
 
 def test_spans_tile_the_positions() -> None:
     edge = SHORT_SPAN * NUM_SHORT_SPANS
-    near = [0, SHORT_SPAN, edge - SHORT_SPAN, edge, edge + LONG_SPAN, edge + 50 * LONG_SPAN]
+    last = edge + MIDDLE_SPAN * NUM_MIDDLE_SPANS
+    near = [SHORT_SPAN, edge, edge + MIDDLE_SPAN, last, last + LONG_SPAN, last + 50 * LONG_SPAN]
     positions = torch.tensor([max(0, at + step) for at in near for step in (-2, -1, 0, 1)])
     positions = torch.cat([positions, positions.new_tensor([5000] * 8)]).int().to(DEVICE)
     spans, begins, ends = (torch.empty_like(positions) for _ in range(3))
@@ -258,3 +267,33 @@ def test_spans_tile_the_positions() -> None:
     assert (begins % SHORT_SPAN == 0).all()
     assert spans.tolist() == [max_spans(at + 1) - 1 for at in positions.tolist()]
     assert [max_spans(n) for n in (0, 1, 256, 257, edge, edge + 1)] == [0, 1, 1, 2, 32, 33]
+    assert [max_spans(n) for n in (last, last + 1, 1 << 20)] == [80, 81, 576]
+
+
+@pytest.mark.parametrize(
+    ("capability", "num_bytes", "stages"),
+    [
+        ((8, 0), 166912, 3),
+        ((8, 6), 101376, 3),
+        ((8, 9), 101376, 3),
+        ((9, 0), 232448, 3),
+        ((10, 0), 232448, 3),
+        ((12, 0), 101376, 3),
+        # A tensor core that reads shared memory needs a buffer for each stage.
+        ((9, 0), 101376, 2),
+    ],
+)
+def test_prompts_load_ahead_on_gpus_with_little_shared_memory(
+    capability: tuple[int, int], num_bytes: int, stages: int
+) -> None:
+    memory = SharedMemory(num_bytes, capability)
+    tiling = tile_tiling(torch.bfloat16, 128).fitted(4, 256, memory)
+    assert (tiling.rows, tiling.num_stages) == (128, stages)
+    assert tiling.rows * 256 + (stages - memory.free_stages) * 2 * 64 * 256 <= num_bytes
+
+
+def test_warps_that_share_rows_leave_room_for_their_weights() -> None:
+    """Compiled with three stages, this tiling takes 102400 bytes."""
+    memory = SharedMemory(101376, (8, 6))
+    assert fixed_tiling(torch.bfloat16, 256).fitted(2, 512, memory).num_stages == 2
+    assert span_tiling(torch.bfloat16, 128).fitted(4, 256, memory).num_stages == 3

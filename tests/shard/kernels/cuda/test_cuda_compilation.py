@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code for two generations of GPUs, of which none need be here."""
+"""Every kernel compiles to machine code for six generations of GPUs, of which none need be here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from typing import Any
 
 import pytest
 
+from millrace_proto.cores import usable_cores
+
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 ROOT = Path(__file__).parents[4]
 PROGRAM = ROOT / "tests/support/millrace_testing/engines/compile_kernels.py"
-NUM_PROCESSES = 2
+NUM_PROCESSES = max(2, usable_cores())
+CAPABILITIES = os.environ.get("MILLRACE_TEST_CAPABILITIES", "80 90").split()
+"""Those that every served shape is compiled for; six of them take an hour on two cores."""
 LINEARS = ("_multiply", "_multiply_codes")
+CODED = ("_multiply_codes", "multiply_expert_codes")
 USUAL_HEAD_DIM = 128
+ALL_FORMATS = 90
+"""The capability for which linears over other formats are compiled, too."""
 TENSOR_CORES_OF_HOPPER = {(90, "torch.bfloat16"), (90, "torch.float16")}
 INSTRUCTION = re.compile(r"versionMajor = (\d+).*instrShape = \[(\d+), (\d+)(?:, (\d+))?\]")
 
@@ -51,9 +58,10 @@ def instructions(compiled: dict[str, Any]) -> set[tuple[str, ...]]:
 def most_stack(compiled: dict[str, Any]) -> int:
     """Bytes of registers per thread that may be spilled: none on Hopper by the tensor cores for usual heads.
 
-    Linears over codes hold three sums of a tile, and spill more with the tile for many rows.
+    Linears over codes hold three sums of a tile, and spill more with the tile for many rows; attention over codes holds
+    their numbers.
     """
-    is_coded = compiled["name"] == "_multiply_codes"
+    is_coded = compiled["name"] in CODED or compiled.get("codes", 0) > 0
     if (compiled["capability"], compiled["dtype"]) not in TENSOR_CORES_OF_HOPPER:
         return 480 if is_coded else 400
     return 32 if is_coded or compiled.get("head_dim", 0) > USUAL_HEAD_DIM else 0
@@ -64,15 +72,23 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     compiled = compile_kernels(tmp_path, [])
     names = {each["name"] for each in compiled}
     assert names >= {"attend_tiles", "attend_spans", "fold_spans", "_multiply", "_add_parts"}
-    assert names >= {"_multiply_codes", "_sum_steps", "_shrink", "_expand"}
+    assert names >= {*CODED, "_sum_steps", "_shrink", "_expand", "expand_codes"}
+    assert {each["capability"] for each in compiled} == {80, 86, 89, 90, 100, 120}
     assert names >= {"choose", "group_pairs", "multiply_experts", "clamped_swiglu", "add_experts"}
+    assert names >= {"convolve", "shift", "delta", "gated_norm", "scan", "scan_channels"}
     assert [each for each in compiled if not each["fits"]] == []
+    # On these there are int4, int8, e2m1 and e4m3, of which no code is converted as an integer; two divisions are.
+    coded = [
+        each for each in compiled if each["name"] in CODED and each["capability"] != ALL_FORMATS
+    ]
+    assert [each for each in coded if each["conversions"] > 2] == []
+    assert coded
 
 
 @pytest.mark.ecosystem
 def test_served_shapes_fit_and_compute_alike_in_prompts_and_decodes(tmp_path: Path) -> None:
     """Equal bits need equal layouts: a sum over an axis is taken in an order that follows from the layout."""
-    work = [["served", str(i), str(NUM_PROCESSES)] for i in range(NUM_PROCESSES)]
+    work = [["served", str(i), str(NUM_PROCESSES), *CAPABILITIES] for i in range(NUM_PROCESSES)]
     compiled = compile_kernels(tmp_path, *work)
     assert [each for each in compiled if not each["fits"]] == []
     assert [each for each in compiled if each["stack"] > most_stack(each)] == []

@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.models.load import load_model
-from millrace_testing.models.models import Driver, greedy, logprobs, prompt_of, save_tiny
+from millrace_testing.models.models import (
+    assert_generates_as,
+    prompt_of,
+    read_driver,
+    save_tiny,
+)
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.cuda.operators import CudaKernels
 
+pytestmark = pytest.mark.long
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_TOKENS = 3
 
@@ -34,18 +38,14 @@ def test_greedy_output_equals_generate(
         windows = {"num_hidden_layers": 2}
     reference = save_tiny(tmp_path, model_type, head_dim=24, **windows)
     kernels = CudaKernels(deterministic=deterministic)
-    model = load_model(
-        tmp_path,
-        dtype=torch.float32,
-        kernels=kernels,
-        group=ProcessGroup.single(),
-        device=DEVICE,
-        max_total_tokens=None,
-    )
     prompts = [prompt_of(length, seed=length) for length in (5, 18)]
-    driver = Driver(model, kernels, dtype=torch.float32, device=DEVICE)
-    runs = driver.generate(prompts, NUM_TOKENS, chunk=chunk)
-    for prompt, run in zip(prompts, runs, strict=True):
-        tokens, expected = greedy(reference, prompt, NUM_TOKENS)
-        assert run.ids[len(prompt) :] == tokens
-        torch.testing.assert_close(logprobs(run).cpu(), expected, atol=1e-4, rtol=0)
+    driver = read_driver(tmp_path, kernels, device=DEVICE)
+    assert_generates_as(reference, prompts, driver.generate(prompts, NUM_TOKENS, chunk=chunk))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_recurrent_layers_generate_as_in_transformers(model_type: str, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, model_type)
+    prompts = [prompt_of(length, seed=length) for length in (5, 18)]
+    driver = read_driver(tmp_path, CudaKernels(deterministic=True), device=DEVICE)
+    assert_generates_as(reference, prompts, driver.generate(prompts, NUM_TOKENS, chunk=7))

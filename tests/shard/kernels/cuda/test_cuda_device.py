@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -18,6 +16,7 @@ from millrace_shard.kernels.cuda.operators import CudaKernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.model_runner.graph_capture import waits_as_errors
 from millrace_testing.quantized.code_formats import TABLES, code_format
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -28,15 +27,6 @@ CONTEXTS = (3000, 2049, 900, 5000, 8200, 1)
 PROMPTS: tuple[Span, ...] = ((0, 0, 3000), (1, 2048, 2049), (2, 300, 900), (4, 8191, 8200))
 SINGLES: tuple[Span, ...] = tuple((b, length - 1, length) for b, length in enumerate(CONTEXTS))
 HEADS = [(32, 8, 128), (9, 3, 64), (8, 8, 96), (4, 2, 256)]
-
-
-@contextmanager
-def never_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def pages(heads: tuple[int, int, int], dtype: torch.dtype, *, deterministic: bool) -> Pages:
@@ -61,7 +51,7 @@ def test_attention_is_right(
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 1000])
-def test_a_row_has_the_same_bits_whole_cut_and_alone(
+def test_a_row_has_the_same_bits_whole_cut_and_as_a_single_query(
     heads: tuple[int, int, int], dtype: torch.dtype, window: int | None
 ) -> None:
     paged = pages(heads, dtype, deterministic=True)
@@ -138,14 +128,14 @@ def test_nothing_waits_for_the_device(spans: tuple[Span, ...]) -> None:
     rope = torch.randn(max(CONTEXTS), 128, device=DEVICE)
     # Elsewhere than what `queries` look at.
     moved = replace(batch, cache_rows=torch.arange(len(queries), device=DEVICE) % 16)
-    with never_waiting():
+    with waits_as_errors():
         paged.kernels.attend(queries, batch, paged.cache, scale=1.0)
         normed = paged.kernels.add_rms_norm(residual, residual, weight, 1e-5)
         paged.kernels.silu_mul(normed)
         paged.kernels.rope_store(qkv, rope, moved, paged.cache, num_heads=32, num_kv_heads=8)
 
 
-def test_they_are_chosen(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cuda_kernels_are_chosen_for_every_dtype(caplog: pytest.LogCaptureFixture) -> None:
     for dtype in (BF16, torch.float16, torch.float32):
         shapes = [LayerShape.small(64), LayerShape.small(128)]
         kernels = choose_kernels(DEVICE, dtype, deterministic=False, shapes=shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,8 +11,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
-from millrace_shard.kernels.cuda import linear_tilings
-from millrace_shard.kernels.cuda.linear_tilings import MANY_ROWS, part_length, row_tiling
+from millrace_shard.device import process_group
+from millrace_shard.kernels.cuda import linear_tilings, triton_linear
+from millrace_shard.kernels.cuda.linear_tilings import (
+    MANY_ROWS,
+    PROMPT_ROWS,
+    PROMPTS,
+    part_length,
+    row_tiling,
+)
 from millrace_shard.kernels.cuda.operators import CudaKernels, Float32Head
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 
@@ -70,7 +78,9 @@ def error(out: Tensor, expected: Tensor) -> float:
     [(96, 64, True), (70, 1100, False), (70, 1100, True), (1, 16, True)],
 )
 @pytest.mark.parametrize("rows", [5, 70, MANY_ROWS])
-def test_it_is_right(dtype: torch.dtype, rows: int, out: int, inputs: int, with_bias: bool) -> None:
+def test_products_match_their_definition(
+    dtype: torch.dtype, rows: int, out: int, inputs: int, with_bias: bool
+) -> None:
     weight = normal(dtype, out, inputs) / math.sqrt(inputs)
     bias = normal(dtype, out, seed=1) if with_bias else None
     x = normal(dtype, rows, inputs, seed=2)
@@ -80,6 +90,25 @@ def test_it_is_right(dtype: torch.dtype, rows: int, out: int, inputs: int, with_
     y = CudaKernels(deterministic=True).linear(weight, bias)(x)
     assert y.dtype == dtype
     assert error(y, expected) < TOLERANCE[dtype]
+
+
+def test_rows_of_a_long_prompt_have_the_bits_of_few_rows(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of prompts have larger tiles where the inputs are one part; the interpreter has room for less."""
+    if DEVICE.type == "cpu":
+        smaller = dataclasses.replace(PROMPTS, rows=128, outputs=64)
+        monkeypatch.setattr(linear_tilings, "PROMPTS", smaller)
+    x, weight = graded(PROMPT_ROWS + 5, 64, 1), graded(40, 64, 2)
+    assert part_length(40, 64) >= 64
+    linear = FixedOrderLinear(weight.to(DEVICE, dtype), None, out_dtype=FP32)
+    moved = x.to(DEVICE, dtype)
+    whole = linear(moved)
+    for rows in (1, 65, MANY_ROWS):
+        assert torch.equal(linear(moved[-rows:]), whole[-rows:])
+    tile = linear_tilings.FLOAT32 if dtype == FP32 else linear_tilings.PROMPTS
+    assert row_tiling(dtype, PROMPT_ROWS, has_one_sum=True) is tile
+    assert row_tiling(dtype, PROMPT_ROWS) == row_tiling(dtype, MANY_ROWS, has_one_sum=True)
 
 
 def test_sums_are_taken_in_the_same_order_for_any_number_of_rows(dtype: torch.dtype) -> None:
@@ -162,3 +191,22 @@ def test_parts_take_little_memory() -> None:
     for out in (1, 576, 3071, 3072, 8191, 8192, 16383, 16384, 250000):
         num_parts = -(-30000 // part_length(out, 30000))
         assert num_parts == 1 or num_parts * out <= 1 << 15
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 2, 70), (0, 4), (1500,)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_parts_of_ranks_are_added_in_one_launch_with_the_bits_of_plain_torch(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[None] = []
+    add = triton_linear.add_parts
+    monkeypatch.setattr(triton_linear, "add_parts", lambda *given: launches.append(add(*given)))
+    generator = torch.Generator().manual_seed(1)
+    parts = (torch.randn(8, *shape, generator=generator) * 9).to(DEVICE, dtype)
+    parts[:, ..., 0] = -0.0
+    total = triton_linear.sum_ranks(parts)
+    expected = process_group.sum_in_order(parts)
+    assert torch.equal(total, expected)
+    assert torch.equal(total.signbit(), expected.signbit())
+    assert total.dtype is dtype
+    assert len(launches) == (1 if expected.numel() else 0)

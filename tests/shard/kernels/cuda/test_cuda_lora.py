@@ -38,6 +38,7 @@ from millrace_testing.quantized.code_formats import random_codes
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # In parts of 1 + size. The interpreter casts to bfloat16 by cutting off, as numpy has none.
 TOLERANCE = {BF16: 0.03, FP16: 0.004, FP32: 4e-6}
+pytestmark = pytest.mark.long
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INPUTS = 1100
 OUTPUTS = (70, 33, 16)
@@ -45,7 +46,9 @@ RANKS = (1, 8, 16, 17, 40, 96)
 """Ranks of the adapters in slots 1, 2, …; the modules of an adapter have other ranks."""
 
 
-@pytest.fixture(params=[BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.fixture(
+    params=[BF16, pytest.param(FP16, marks=pytest.mark.long), FP32], ids=["bf16", "fp16", "fp32"]
+)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     assert isinstance(request.param, torch.dtype)
     return request.param
@@ -162,11 +165,13 @@ def is_right(bench: Bench, rows: int) -> bool:
 
 
 @pytest.mark.parametrize("rows", [7, 60])
-def test_it_is_right(bench: Bench, rows: int) -> None:
+def test_products_match_their_definition(bench: Bench, rows: int) -> None:
     assert is_right(bench, rows)
 
 
-def test_programs_that_add_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_add_all_parts_give_the_right_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(triton_lora, "MANY_BLOCKS", 2)
     assert is_right(Bench(FP32), 20)
 
@@ -184,7 +189,7 @@ def has_the_bits_of_rows_alone(bench: Bench, rows: int = 30) -> bool:
     )
 
 
-def test_a_row_has_the_bits_that_it_has_alone(bench: Bench) -> None:
+def test_a_row_with_an_adapter_has_the_same_bits_in_any_batch(bench: Bench) -> None:
     assert has_the_bits_of_rows_alone(bench)
 
 
@@ -234,7 +239,7 @@ def test_a_module_that_an_adapter_does_not_change_keeps_its_bits() -> None:
     assert (result[2:, columns] != base[2:, columns]).any()
 
 
-def test_an_adapter_in_place_of_another_one_and_rows_that_are_views() -> None:
+def test_replaced_adapters_and_rows_that_are_views_are_computed_right() -> None:
     bench = Bench(FP32)
     x = normal(3, INPUTS, seed=10).to(DEVICE)
     slots = [4, 0, 5]
@@ -288,14 +293,14 @@ def test_the_head_adds_to_float32_logits(over_codes: bool) -> None:
     assert error(logits, expected) < TOLERANCE[FP16]
 
 
-def test_the_adapter_of_a_neighbour_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_of_a_neighbour_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: each row has the adapter of the row before."""
     blocks = adapter_table._blocks
     monkeypatch.setattr(adapter_table, "_blocks", lambda host: blocks(np.roll(host, 1)))
     assert not is_right(Bench(FP32), 7)
 
 
-def test_a_split_by_the_number_of_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_by_the_number_of_rows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: few rows are split into other parts."""
     add = TritonAdaptedLinear._add
 

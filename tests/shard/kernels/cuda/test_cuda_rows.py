@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.kernels.layer_weights import HeadNorms, NormWeights
+from millrace_shard.kernels.layer_weights import HeadNorms, NormWeights, Rotation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -199,6 +200,101 @@ def test_rope_store_normalises_queries_and_keys(
     assert torch.equal(qkv[:, (heads + kv_heads) * dim :], untouched[:, (heads + kv_heads) * dim :])
 
 
+FLAGS = tuple(
+    {"centred": centred, "plus_one": plus_one, "wide": wide}
+    for centred in (False, True)
+    for plus_one in (False, True)
+    for wide in (False, True)
+)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_norms_of_all_kinds_are_one_launch_with_the_values_of_plain_torch(
+    dtype: torch.dtype, kernels: CudaKernels, flags: dict[str, Any]
+) -> None:
+    random = Random(dtype)
+    norm = NormWeights(weight=1 + random(80) / 4, eps=1e-2, **flags)
+    x, residual = random(5, 80) * 3 + 1, random(5, 80)
+    assert error(kernels.norm(x, norm), norm.apply(x)) < 2 * TOLERANCE[dtype]
+    added = residual.clone()
+    normed = kernels.add_norm(x, added, norm)
+    assert error(added, residual + x) < TOLERANCE[dtype]
+    assert error(normed, norm.apply(added)) < 2 * TOLERANCE[dtype]
+
+
+def test_each_head_may_have_a_weight_of_its_own(dtype: torch.dtype, kernels: CudaKernels) -> None:
+    random = Random(dtype)
+    norm = NormWeights(weight=1 + random(3, 40) / 4, eps=1e-2, centred=True, wide=True)
+    heads = random(7, 5, 40)[:, 1:4]
+    assert error(kernels.norm(heads, norm), norm.apply(heads)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_gelu_is_that_of_plain_torch(dtype: torch.dtype, kernels: CudaKernels) -> None:
+    gate_up = Random(dtype)(9, 140) * 4
+    assert error(kernels.gelu_mul(gate_up), PLAIN.gelu_mul(gate_up)) < 2 * TOLERANCE[dtype]
+    assert kernels.gelu_mul(gate_up[:0]).shape == (0, 70)
+
+
+@pytest.mark.parametrize(
+    ("after_rope", "interleaved", "flags"),
+    [
+        (None, True, {}),
+        (False, True, {}),
+        (True, False, {}),
+        (True, True, {"wide": True}),
+        (False, False, {"plus_one": True, "wide": True}),
+        (False, False, {"plus_one": True}),
+    ],
+)
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (96, 72)])
+def test_heads_of_other_families_are_prepared_in_one_launch(
+    dtype: torch.dtype,
+    kernels: CudaKernels,
+    after_rope: bool | None,
+    interleaved: bool,
+    flags: dict[str, Any],
+    dim: int,
+    rotary: int,
+) -> None:
+    heads, kv_heads, random = 5, 2, Random(dtype)
+    step = Step.of(kernels, kv_heads, dim, dtype)
+    rotation = Rotation(table=random(40, rotary).float(), interleaved=interleaved)
+    query, key = (NormWeights(weight=1 + random(dim) / 4, eps=1e-2, **flags) for _ in range(2))
+    norms = None
+    if after_rope is not None:
+        norms = HeadNorms(query=query, key=key, after_rope=after_rope)
+    qkv = random(10, (heads + 2 * kv_heads) * dim) * 3
+    expected = qkv.clone().view(10, -1, dim)
+    queries, keys, values = torch.split(expected, [heads, kv_heads, kv_heads], dim=1)
+    if norms is not None and not after_rope:
+        queries.copy_(query.apply(queries))
+        keys.copy_(key.apply(keys))
+    rotation.apply(queries, step.batch.positions)
+    rotation.apply(keys, step.batch.positions)
+    if norms is not None and after_rope:
+        queries.copy_(query.apply(queries))
+        keys.copy_(key.apply(keys))
+    PLAIN.store(keys, values, step.batch, step.plain)
+    prepared = kernels.prepare_heads(qkv, rotation, norms, step.batch, step.ours, (heads, kv_heads))
+    assert prepared is not None
+    assert error(prepared, queries) < 3 * TOLERANCE[dtype]
+    assert step.difference() < 3 * TOLERANCE[dtype]
+
+
+def test_heads_that_no_kernel_prepares_are_left_as_they_are(kernels: CudaKernels) -> None:
+    random, step = Random(FP32), Step.of(kernels, 1, 64, FP32)
+    rotation, qkv = Rotation(table=random(40, 64)), random(10, 4 * 64)
+    for norm, is_whole in (
+        (NormWeights(weight=random(64), eps=1e-5, centred=True), False),
+        (NormWeights(weight=random(2, 64), eps=1e-5), False),
+        (NormWeights(weight=random(64), eps=1e-5), True),
+    ):
+        norms, before = HeadNorms(query=norm, key=norm, whole_width=is_whole), qkv.clone()
+        assert kernels.prepare_heads(qkv, rotation, norms, step.batch, step.ours, (2, 1)) is None
+        assert torch.equal(qkv, before)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_values_are_stored_as_they_are(kernels: CudaKernels) -> None:
     step = Step.of(kernels, 1, 16, FP32)
@@ -230,7 +326,7 @@ def test_no_rows_are_accepted(kernels: CudaKernels) -> None:
     assert kernels.silu_mul(nothing).shape == (0, 32)
 
 
-def test_what_they_have_no_kernels_for_is_refused(kernels: CudaKernels) -> None:
+def test_dtypes_and_shapes_without_kernels_are_refused(kernels: CudaKernels) -> None:
     for dtype, dim in ((torch.float64, 64), (FP16, 8), (FP16, 512)):
         with pytest.raises(ValueError, match="no CUDA cache"):
             kernels.new_cache(

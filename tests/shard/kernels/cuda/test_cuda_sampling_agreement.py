@@ -84,7 +84,7 @@ def test_right_operators_agree_for_every_size_of_vocabulary() -> None:
         *(f"penalty {number}" for number in range(4)),
     ],
 )
-def test_a_fault_of_an_operator_is_found(fault: str) -> None:
+def test_a_fault_of_an_operator_is_detected(fault: str) -> None:
     assert difference(fault) > MOST
 
 
@@ -98,7 +98,7 @@ def last_of(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("choose", [third_of, last_of], ids=["third", "last-of-equals"])
-def test_a_fault_of_the_greedy_choice_is_found(
+def test_a_fault_of_the_greedy_choice_is_detected(
     monkeypatch: pytest.MonkeyPatch, choose: Callable[[Tensor], Tensor]
 ) -> None:
     def choose_wrongly(logits: Tensor) -> Best:

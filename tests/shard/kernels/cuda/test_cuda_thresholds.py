@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +91,29 @@ def test_equal_keys_are_kept_or_dropped_together() -> None:
     assert check_equal(keys, None, column([7, 2], torch.int64)).sum(1).tolist() == [5000, 5000]
 
 
+@pytest.mark.parametrize(("num_rows", "copies"), [(1, 8), (2, 8), (5, 3), (20, 1)])
+def test_neighbouring_keys_are_not_added_to_the_same_number(
+    num_rows: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While rows are few: additions to one number wait for each other. Here all keys are in one bucket."""
+    most: list[int] = []
+    choose = triton_thresholds.choose
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                most.append(int(args[3].max()))
+                choose[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(triton_thresholds, "choose", Spy())
+    monkeypatch.setattr(triton_thresholds, "COPIED_ROWS", 16)
+    keys = torch.full((num_rows, 128), 2.5, device=DEVICE)
+    assert check_equal(keys, None, column([5] * num_rows, torch.int64)).all()
+    assert most == [-(-128 // copies), 128, 128]
+
+
 @pytest.mark.parametrize("share", [2.0**-38, 0.5, 0.75, 0.751, 1.0])
 def test_rows_of_one_or_two_tokens_have_exact_thresholds(share: float) -> None:
     keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-0.0, 0.0]], device=DEVICE)
@@ -124,7 +149,7 @@ def test_rows_without_a_number_keep_everything() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-6, 1.0, 30.0])
-def test_rows_that_take_several_programs(spread: float) -> None:
+def test_rows_that_take_several_programs_have_exact_thresholds(spread: float) -> None:
     size = 2 * triton_thresholds.KEYS_PER_PROGRAM + 77
     scores = torch.randn(4, size, generator=torch.Generator().manual_seed(2)).to(DEVICE) * spread
     for values in (scores, scores.bfloat16().float()):
@@ -143,7 +168,7 @@ def test_filters_keep_the_same_bits(mass: float) -> None:
     assert torch.equal(keep_top_k(scores, ks, 5000, FIND), keep_top_k(scores, ks, 5000))
 
 
-def test_a_row_has_the_same_threshold_alone_and_in_company() -> None:
+def test_a_row_has_the_same_threshold_in_any_batch() -> None:
     scores = torch.randn(7, 300, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     masses = column([0.1 * i for i in range(1, 8)])
     together = FIND(scores, scores.softmax(-1), masses)
@@ -155,6 +180,7 @@ def test_a_row_has_the_same_threshold_alone_and_in_company() -> None:
     assert FIND(scores[:0], None, column([], torch.int64)).shape == (0, 1)
 
 
+@pytest.mark.long
 def test_the_kernels_of_sampling_compile(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

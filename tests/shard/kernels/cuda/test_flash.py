@@ -18,8 +18,9 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels import choose
 from millrace_shard.kernels.agreement import TOLERANCE
+from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.kernels.cuda import served_agreement
+from millrace_shard.kernels.cuda import served_agreement, triton_pages
 from millrace_shard.kernels.cuda.flash import FlashKernels
 from millrace_shard.kernels.cuda.served_agreement import served_difference
 from millrace_shard.kernels.layer_shape import LayerShape
@@ -75,6 +76,11 @@ def documented(
 
 
 @pytest.fixture(autouse=True)
+def operators_of_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "prompt_difference", lambda *_, **__: 0.0)
+
+
+@pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's folder is one of the test."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
@@ -114,6 +120,38 @@ def test_attention_matches_its_definition(window: int | None, softcap: float | N
 
 
 @pytest.mark.usefixtures("installed")
+def test_new_blocks_of_all_layers_are_cleared_in_a_launch_for_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels, launches = FlashKernels(), list[int]()
+    zero = triton_pages.zero_pages
+
+    def counted(addresses: Tensor, blocks: Tensor, num_bytes: int) -> None:
+        launches.append(len(addresses))
+        zero(addresses, blocks, num_bytes)
+
+    monkeypatch.setattr(triton_pages, "zero_pages", counted)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def layer(num_blocks: int, group: int) -> LayerCache:
+        shape = (num_blocks, 16, 5, 24)
+        keys, values = (torch.ones(shape, dtype=torch.float16, device=device) for _ in range(2))
+        return LayerCache(keys=keys, values=values, group=group)
+
+    layers = [layer(9, 0), layer(4, 1), layer(9, 0)]
+    blocks = [torch.tensor(each, device=device) for each in ([2, 5, 8], [1])]
+    for _ in range(2):
+        kernels.zero_layers(layers, blocks)
+    assert launches == [4, 2] * 2
+    assert len(kernels._addresses) == 2
+    for each in layers:
+        for pages in (each.keys, each.values):
+            cleared = (pages.flatten(1) == 0).all(1).nonzero().flatten()
+            assert cleared.tolist() == blocks[each.group].tolist()
+            assert (pages.flatten(1) == 1).all(1).sum() == len(pages) - len(cleared)
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "name"),
     [
@@ -123,7 +161,9 @@ def test_attention_matches_its_definition(window: int | None, softcap: float | N
         (torch.bfloat16, True, "cuda"),
     ],
 )
-def test_it_is_chosen_where_it_fits(dtype: torch.dtype, deterministic: bool, name: str) -> None:
+def test_flash_attention_is_chosen_where_it_fits(
+    dtype: torch.dtype, deterministic: bool, name: str
+) -> None:
     kernels = choose_kernels(
         CUDA, dtype, deterministic=deterministic, shapes=[LayerShape.small(64)]
     )
@@ -137,6 +177,7 @@ def test_a_build_without_soft_caps_agrees_for_models_without_them(
     # The interpreter takes minutes for the real numbers.
     monkeypatch.setattr(served_agreement, "LONG", ((70, 1, 9), (80, 81, 82)))
     monkeypatch.setattr(served_agreement, "MANY", (served_agreement.MANY[0], (5,) * 130))
+    monkeypatch.setattr(served_agreement, "PROMPTS", ((20, 1, 9), (25, 30, 9)))
 
     def attend(*tensors: Tensor, softcap: float, **arguments: Any) -> Tensor:
         if softcap:
@@ -151,7 +192,7 @@ def test_a_build_without_soft_caps_agrees_for_models_without_them(
         check(dtype=torch.float32, shape=replace(without, kinds=((None, 3.0),)))
 
 
-def test_another_package_of_that_name_is_not(
+def test_another_package_named_flash_attn_is_not_chosen(
     installed: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     del installed.flash_attn_with_kvcache
@@ -163,7 +204,7 @@ def test_another_package_of_that_name_is_not(
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_is_not_where_it_differs(
+def test_flash_attention_is_not_chosen_where_it_differs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     differences = iter([0.7, 0.0])
@@ -188,7 +229,7 @@ def test_a_package_with_a_missing_dependency_is_reported(
     assert ["nowhere_to_be_found" in record.message for record in caplog.records] == [True]
 
 
-def test_without_the_package_there_is_nothing_to_tell(
+def test_a_missing_flash_attn_package_is_not_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choose, "served_difference", lambda *_, **__: 0.0)
@@ -201,7 +242,9 @@ def test_without_the_package_there_is_nothing_to_tell(
 
 
 @pytest.mark.usefixtures("installed")
-def test_running_out_of_memory_does_not_condemn_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_does_not_condemn_flash_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     errors = iter([torch.OutOfMemoryError("CUDA out of memory")])
 
     def measured(*_: object, **__: object) -> float:

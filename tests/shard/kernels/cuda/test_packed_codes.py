@@ -77,7 +77,7 @@ def test_integers_need_no_table_and_exact_tables_no_remainder(
     assert not packed(part, dtype=torch.float32).has_remainder
 
 
-def test_what_is_not_exactly_one_matrix_is_not_joined() -> None:
+def test_parts_that_are_not_exactly_one_matrix_are_not_joined() -> None:
     part = random_codes("e4m3", 4, 96, 32)
     assert can_join(part, random_codes("e4m3", 4, 96, None))
     assert can_join(part, random_codes("e4m3", 4, 96, 64))

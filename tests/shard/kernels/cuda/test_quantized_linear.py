@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from millrace_shard.kernels import agreement
 from millrace_shard.kernels.agreement import distance
 from millrace_shard.kernels.base import Linear
+from millrace_shard.kernels.cuda import quantized_linear
 from millrace_shard.kernels.cuda.linear_tilings import MANY_ROWS
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.cuda.quantized_linear import QuantizedLinear, SideBySide
+from millrace_shard.kernels.cuda.quantized_linear import EXPANDED_ROWS, QuantizedLinear, pack
+from millrace_shard.kernels.cuda.triton_quantized import expand_codes
+from millrace_shard.kernels.layer_blocks import SideBySide
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
@@ -42,6 +46,17 @@ SHAPES = (
     (1100, 16),
 )
 """Inputs and group sizes: groups of whole steps, of padded ones, a partial last group, and one group."""
+
+
+class Launches:
+    """A kernel whose grids are recorded."""
+
+    def __init__(self, kernel: Any, grids: list[tuple[int, ...]]) -> None:
+        self._kernel, self._grids = kernel, grids
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._grids.append(grid)
+        return self._kernel[grid]
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
@@ -204,8 +219,8 @@ def test_weights_without_codes_are_linears_as_before(deterministic: bool) -> Non
     assert torch.equal(kernels.head_from(weights)(x), kernels.head(weight)(x))
 
 
-def test_fast_and_deterministic_modes_have_the_same_bits() -> None:
-    """Only one kernel multiplies codes."""
+def test_few_rows_have_the_same_bits_in_fast_and_deterministic_mode() -> None:
+    """One kernel multiplies them with codes."""
     part, x = random_codes("nf4", OUTPUTS, 128, 64), normal(3, 128)
     weights = LinearWeights(stored(part))
     fast, deterministic = (
@@ -214,10 +229,61 @@ def test_fast_and_deterministic_modes_have_the_same_bits() -> None:
     assert torch.equal(fast, deterministic)
 
 
+@pytest.mark.parametrize("name", ["int4 with zeros", "nf4", "e4m3"])
+def test_fast_mode_multiplies_long_prompts_with_weights_that_are_expanded_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of the outputs, which do not divide them, with padded steps of groups, in an order of the codes."""
+    part = random_codes(name, OUTPUTS, 200, 48, in_order=False)
+    monkeypatch.setattr(quantized_linear, "MOST_EXPANDED_BYTES", 9 * 200 * BF16.itemsize)
+    monkeypatch.setattr(quantized_linear, "EXPANDED_OUTPUTS", 16)
+    launches: list[tuple[int, ...]] = []
+    monkeypatch.setattr(quantized_linear, "expand_codes", Launches(expand_codes, launches))
+    x, bias = normal(EXPANDED_ROWS, 200), normal(OUTPUTS, seed=1)
+    weights = LinearWeights(stored(part), bias)
+    linear = CudaKernels(deterministic=False, operators=["cublas"]).linear_from(weights)
+    expected = PlainKernels(deterministic=False).linear_from(weights)(x)
+    assert distance([linear(x)], [expected]) < agreement.TOLERANCE[BF16]
+    assert launches == [(5, 1), (5, 1)]
+    few = x[: EXPANDED_ROWS - 1]
+    assert torch.equal(linear(few)[:3], linear(few[:3]))
+    assert len(launches) == 2
+
+
 @pytest.mark.parametrize("name", TABLES)
-def test_it_agrees_with_plain_torch(name: str) -> None:
+def test_expanded_weights_are_the_exact_ones_rounded_once(name: str) -> None:
+    """The interpreter rounds to float16, and to no bfloat16."""
+    part = random_codes(name, OUTPUTS, 100, 24)
+    weight = stored(part, dtype=FP16)
+    packed = pack([part], FP16, DEVICE, weight.copy)
+    expanded = torch.empty(10, 100, dtype=FP16, device=DEVICE)
+    quantized_linear.expand(expanded, packed, 7)
+    assert torch.equal(expanded, weight.copied()[7:17])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_linears_over_codes_agree_with_plain_torch(name: str) -> None:
     """Whose weights are rounded to the dtype of the model after they are scaled."""
     weights, x = LinearWeights(stored(random_codes(name, OUTPUTS, 200, 64))), normal(1, 200)
     kernels, plain = CudaKernels(deterministic=True), PlainKernels(deterministic=False)
     ours, theirs = ([each.linear_from(weights)(x)] for each in (kernels, plain))
     assert distance(ours, theirs) < agreement.TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_bytes_of_e4m3_are_converted_to_their_values(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 256 but NaN, which Triton's interpreter reads as a number."""
+    monkeypatch.setattr(quantized_linear, "converts_e4m3", lambda _: True)
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    values = TABLES["e4m3"]
+    codes[values[codes.int()].isnan()] = 0
+    part = QuantizedTensor(codes=codes, values=values, scales=torch.ones(16, 1), group_size=16)
+    linear = CudaKernels(deterministic=True).linear_from(
+        LinearWeights(StoredWeight((part,), dtype, DEVICE))
+    )
+    assert isinstance(linear, QuantizedLinear)
+    assert linear._weight.is_e4m3
+    result = linear(torch.eye(16, dtype=dtype, device=DEVICE))
+    assert torch.equal(result.float().cpu(), values[codes.int()].T)

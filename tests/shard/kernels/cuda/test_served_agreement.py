@@ -66,7 +66,7 @@ class WrongAt(PlainKernels):
     ],
     ids=["right", "own-heads", "other", "long", "many", "window", "cap", "other-window"],
 )
-def test_it_covers_what_the_model_is_served_with(
+def test_the_agreement_check_covers_the_shapes_of_the_served_model(
     wrong: Callable[[Tensor, RaggedBatch, dict[str, Any]], bool], found: bool
 ) -> None:
     difference = served_difference(WrongAt(wrong), ORACLE, dtype=FP32, shape=SHAPE)
@@ -84,15 +84,34 @@ class Uncentred(PlainKernels):
     """Kernels that are wrong over codes."""
 
     def linear_from(self, weights: LinearWeights) -> Linear:
-        linear = super().linear_from(weights)
-        return lambda x: linear(x) + 0.2
+        linear, is_coded = super().linear_from(weights), weights.weight.tensors is None
+        return lambda x: linear(x) + 0.2 * is_coded
 
 
 @pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, formats=FORMATS)])
-def test_it_covers_the_formats_of_the_codes(shape: LayerShape) -> None:
+def test_the_agreement_check_covers_the_formats_of_the_codes(shape: LayerShape) -> None:
     kernels = Uncentred(deterministic=False)
     difference = served_difference(kernels, ORACLE, dtype=FP32, shape=shape)
     assert (difference > TOLERANCE[FP32]) == bool(shape.formats)
+
+
+class WrongExperts(PlainKernels):
+    """Experts that are wrong over codes."""
+
+    def experts(self, weights: ExpertsWeights) -> Experts:
+        first, weights = weights.peeked()
+        experts, is_coded = super().experts(weights), first.down.weight.tensors is None
+        return lambda x: experts(x) + 0.2 * is_coded
+
+
+@pytest.mark.parametrize("formats", [(), FORMATS])
+def test_the_agreement_check_covers_the_formats_of_the_experts(
+    formats: tuple[CodeFormat, ...],
+) -> None:
+    shape = replace(SHAPE, experts=((64, 32, 2),), expert_formats=formats)
+    kernels = WrongExperts(deterministic=False)
+    difference = served_difference(kernels, ORACLE, dtype=FP32, shape=shape)
+    assert (difference > TOLERANCE[FP32]) == bool(formats)
 
 
 class Nudged(PlainKernels):
@@ -152,6 +171,7 @@ def company(count: int) -> tuple[int, ...]:
         ("attention", {(70,)}, "in a prompt"),
         ("linear 40", {1}, "600 inputs and 40 outputs"),
         ("linear 24", {70}, "16 inputs and 24 outputs"),
+        ("linear 24", {1024}, "16 inputs and 24 outputs"),
         ("linear 50", {41}, "16 inputs and 50 outputs"),
         ("experts", {41}, "experts of 16 and 8 channels"),
         ("coded 24", {70}, "codes of 16 inputs and 24 outputs"),
@@ -160,7 +180,7 @@ def company(count: int) -> tuple[int, ...]:
         ("silu", {300}, "the activation"),
     ],
 )
-def test_bits_that_depend_on_the_step_are_found(
+def test_bits_that_depend_on_the_step_are_detected(
     where: str, counts: set[tuple[int, ...]] | set[int], found: str | None
 ) -> None:
     shape = replace(SHAPE, formats=FORMATS)

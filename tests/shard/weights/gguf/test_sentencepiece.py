@@ -139,7 +139,7 @@ def test_ids_match_transformers(tmp_path: Path) -> None:
         assert result.decode(ids) == expected.decode(ids, skip_special_tokens=True)
 
 
-def test_a_space_at_the_start_is_what_transformers_leaves_out(tmp_path: Path) -> None:
+def test_only_the_space_at_the_start_differs_from_transformers(tmp_path: Path) -> None:
     """For Llama, transformers adds no prefix before a space and behind a special token.
 
     sentencepiece adds it to every text, and llama.cpp to every text between special tokens.
@@ -178,7 +178,7 @@ def test_a_prompt_gets_the_ends_that_the_file_requests(
     assert theirs(tmp_path, "phi3").encode("hello") == result.encode("hello").ids
 
 
-def test_a_token_of_the_user_s_is_found_in_text(tmp_path: Path) -> None:
+def test_a_token_of_the_user_s_is_recognised_in_text(tmp_path: Path) -> None:
     result = ours(tmp_path, metadata_of(add_space_prefix=False))
     encoded = result.encode(f"hello{OWN}</s>hello", add_special_tokens=False)
     plain = result.encode("hello", add_special_tokens=False).tokens

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import unicodedata
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_shard.weights.gguf.metadata import Metadata
 from millrace_shard.weights.gguf.tokenizer import PRE_TOKENIZERS, TokenKind, Vocabulary
+from millrace_shard.weights.published import PUBLISHED_MODELS
 from millrace_testing.models.gguf_files import (
     CONTROL,
     NORMAL,
@@ -43,12 +46,21 @@ PATTERNS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2_SPLIT),
 }
 """The patterns that transformers knows, by the names in `tokenizer.ggml.pre`."""
-NORMALIZED = ("qwen2", "deepseek-r1-qwen", "megrez")
-"""Tokenizers of Qwen 2 bring text into normal form C, as the tokenizer.json of the models says."""
+AS_LLAMA_CPP = {
+    **dict.fromkeys(("phi-2", "olmo", "exaone4"), "gpt-2"),
+    **dict.fromkeys(("dbrx", "chatglm-bpe", "glm4"), "smaug-bpe"),
+    "command-r": "smollm",
+    "hunyuan": "qwen2",
+}
+"""Names that transformers does not know, and those with the same expressions in llama.cpp's llama-vocab.cpp."""
+NORMALIZED = ("qwen2", "deepseek-r1-qwen", "megrez", "command-r")
+"""Tokenizers of Qwen 2 and Command R bring text into normal form C, as the tokenizer.json of the models says."""
 DIGITS = ("smollm", "starcoder", "refact")
 PIECES = {
     "default": "Don|'|t| stop|,| naïve|:| x|+=|123|45| |$|7|!!| \n|\n|end",
     "deepseek-coder": "Don|'|t| stop|,| naïve|:| x|+=|1|2|3|4|5| $|7|!!| |\n|\n|end",
+    "seed-coder": "Don|'t| stop|,| naïve|:| x|+=|1|2|3|4|5| $|7|!!| \n\n|end",
+    "hunyuan-dense": "Don|'t| stop|,| naïve|:| x|+=|123|45| $|7|!!| \n\n|end",
     "deepseek-v3": "Don|'t| stop|,| naïve|:| x|+=|123|45| $|7|!!| \n\n|end",
 }
 """The words of a text, parted by bars, for patterns that neither library has."""
@@ -56,6 +68,7 @@ PIECES = {
 
 def split_of(pre: str) -> pre_tokenizers.PreTokenizer:
     """The pre-tokenizer of `pre`, of parts of the library."""
+    pre = AS_LLAMA_CPP.get(pre, pre)
     if pre in PATTERNS:
         split = pre_tokenizers.Split(Regex(PATTERNS[pre]), behavior="isolated")
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -151,7 +164,7 @@ def test_ids_match_transformers(pre: str, tmp_path: Path) -> None:
             assert result.decode(ids, skip_special_tokens=skip) == decoded
 
 
-def test_the_normal_form_is_what_transformers_leaves_out(tmp_path: Path) -> None:
+def test_text_is_normalised_unlike_in_transformers(tmp_path: Path) -> None:
     result = ours(tmp_path, metadata_of(by_hand("qwen2"), "qwen2"))
     composed, parts = "caf\u00e9", "cafe\u0301"
     assert result.encode(parts).ids == result.encode(composed).ids
@@ -332,7 +345,7 @@ def read(*, vocab_size: int = 8, **values: Any) -> Vocabulary:
     return Vocabulary.read(Metadata(result, "m.gguf"), vocab_size=vocab_size)
 
 
-def test_tokens_are_found_by_id_kind_and_name() -> None:
+def test_tokens_are_looked_up_by_id_kind_and_name() -> None:
     kinds = np.array([TokenKind.CONTROL, TokenKind.NORMAL, TokenKind.NORMAL], np.int32)
     result = read(tokens=["<s>", "a", "b"], token_type=kinds, bos_token_id=0)
     assert result.ids == {"<s>": 0, "a": 1, "b": 2}
@@ -349,12 +362,20 @@ def test_empty_tokens_get_names() -> None:
     assert read(tokens=["a", "", ""]).tokens == ["a", "[EMPTY_1]", "[EMPTY_2]"]
 
 
-def test_tokens_that_end_an_answer() -> None:
+def test_tokens_that_end_an_answer_are_recognised() -> None:
     """Those that the file names come first; a word with the text of one is a word."""
     tokens = ["<s>", "<|im_end|>", "<|eot_id|>", "</s>", "stop"]
     kinds = np.array([TokenKind.CONTROL] * 3 + [TokenKind.NORMAL] * 2, np.int32)
     result = read(tokens=tokens, token_type=kinds, eos_token_id=2, eot_token_id=4)
     assert result.end_ids() == [2, 4, 1]
+
+
+def test_the_end_of_a_message_of_gpt_oss_does_not_end_the_answer() -> None:
+    tokens = ["<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"]
+    kinds = np.array([TokenKind.CONTROL] * 4, np.int32)
+    assert read(tokens=tokens, token_type=kinds, eos_token_id=0).end_ids() == [0, 1, 3]
+    others = ["<|return|>", "<|user|>", *tokens[2:]]
+    assert read(tokens=others, token_type=kinds, eos_token_id=3).end_ids() == [3, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -372,3 +393,17 @@ def test_unusable_vocabularies_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         read(**values)
+
+
+def test_the_sampling_of_a_model_card_is_the_folders_default(file: Path, tmp_path: Path) -> None:
+    card = PUBLISHED_MODELS["smollm2"].sampling
+    assert card == {"temperature": 0.2, "top_p": 0.9}
+    with_card = partial(prepare_gguf, file, tmp_path / "cache", sampling=card)
+    plain = prepare_gguf(file, tmp_path / "cache", tokenizer=None)
+    bare, own = source(file, tmp_path), tmp_path / "own_sampling"
+    shutil.copytree(bare, own)
+    (own / "generation_config.json").write_text('{"temperature": 0.7}')
+    folders = [plain, *(with_card(tokenizer=one) for one in (None, bare, own))]
+    made = [json.loads((one / "generation_config.json").read_text()) for one in folders]
+    sampled = [(one.get("temperature"), one.get("top_p")) for one in made]
+    assert sampled == [(None, None), (0.2, 0.9), (0.2, 0.9), (0.7, 0.9)]

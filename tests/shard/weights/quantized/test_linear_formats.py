@@ -98,7 +98,7 @@ def test_the_inputs_of_a_rank_are_cut_exactly(tmp_path: Path, name: str, columns
 @pytest.mark.parametrize(
     "name", ["gptq", "awq", "pack-quantized", "fp8-block", "nf4", "nvfp4-pack-quantized"]
 )
-def test_groups_that_end_inside_the_last_one(tmp_path: Path, name: str) -> None:
+def test_inputs_that_end_inside_the_last_group_are_exact(tmp_path: Path, name: str) -> None:
     """160 inputs are 3.3 blocks of 48 and 2.5 of 64; a rank's 80 are no groups of 32."""
     tensors, expected = FORMATS[name].pack(OUTPUTS, 160, torch.Generator().manual_seed(1))
     write(tmp_path, tensors, FORMATS[name].config)
@@ -108,7 +108,7 @@ def test_groups_that_end_inside_the_last_one(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_ranks_that_share_groups(tmp_path: Path, name: str) -> None:
+def test_ranks_that_would_cut_groups_are_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path, {}, FORMATS[name].config)
     quantization = read_quantization(tmp_path, None)
     assert quantization is not None
@@ -129,7 +129,7 @@ NAMES = sorted(path.stem for path in FIXTURES.glob("*.safetensors"))
 PROJECTION = "model.layers.0.self_attn.q_proj"
 
 
-def test_there_are_fixtures() -> None:
+def test_the_folder_has_fixtures_of_many_formats() -> None:
     assert len(NAMES) > 20
 
 

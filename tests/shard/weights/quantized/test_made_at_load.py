@@ -13,7 +13,6 @@ from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.models.interface import CausalModel
-from millrace_shard.models.load import load_model
 from millrace_shard.weights.quantized.made_at_load import (
     ELEMENTS_PER_PASS,
     METHODS,
@@ -21,7 +20,7 @@ from millrace_shard.weights.quantized.made_at_load import (
     fp4_values,
     quantized,
 )
-from millrace_testing.models.models import Driver, logprobs, prompt_of, save_tiny
+from millrace_testing.models.models import Driver, logprobs, prompt_of, read_model, save_tiny
 
 BITS = {
     "int4": 4,
@@ -44,7 +43,7 @@ def made(method: str, values: Tensor) -> QuantizedTensor:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_weights_are_close(method: str) -> None:
+def test_weights_quantised_at_load_are_close_to_the_originals(method: str) -> None:
     values = weight()
     result = made(method, values)
     assert result.bits == BITS[method]
@@ -120,14 +119,7 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def load(folder: Path, method: str | None, group: ProcessGroup | None = None) -> CausalModel:
-    return load_model(
-        folder,
-        dtype=torch.float32,
-        kernels=PlainKernels(deterministic=True),
-        group=group or ProcessGroup.single(),
-        device=torch.device("cpu"),
-        quantize=method,
-    )
+    return read_model(folder, group=group, quantize=method)
 
 
 def answers(model: CausalModel) -> Tensor:

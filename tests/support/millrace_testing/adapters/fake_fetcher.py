@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from millrace_router.adapters.fetcher import Fetcher
 from millrace_router.adapters.names import FILES, NamedSource, Registration, Registry
@@ -19,6 +20,7 @@ from millrace_router.request.adapter import (
     MergeRecipe,
 )
 from millrace_router.telemetry.metrics import Metrics
+from millrace_testing.router.edge import Edge
 
 SERVER_TOKEN = "server"
 
@@ -134,3 +136,19 @@ def resolver_of(
         rules=rules or ClientRules(),
         default=None if default is None else AdapterReference(name=default),
     )
+
+
+A, B = version("a", "A None"), version("b", "B None")
+"""The versions of `adapters`."""
+
+
+def adapters(fetcher: FakeFetcher | None = None, **options: Any) -> Resolver:
+    """Resolves `a` and `b`, which are `org/a` and `org/b` on the hub."""
+    hub = {"org/a": Repository("A"), "org/b": Repository("B")}
+    known = registered("a", "org/a"), registered("b", "org/b")
+    return resolver_of(fetcher or FakeFetcher(hub=hub), *known, **options)
+
+
+def digests(edge: Edge) -> list[str | None]:
+    """The adapters of the requests so far; None for the base."""
+    return [one.adapter.digest if one.adapter else None for one in edge.batcher.requests]

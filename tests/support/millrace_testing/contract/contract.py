@@ -167,6 +167,11 @@ class Held:
             assert fits(value, pattern), (name, value)
 
 
+def explode(_: ValidRequest, __: TokenStream) -> None:
+    """Fail with an unexpected error."""
+    raise ArithmeticError("an unexpected error")
+
+
 def parsed(body: bytes, pattern: Any) -> Any:
     """The body in the form that the pattern is of."""
     if isinstance(pattern, bytes):

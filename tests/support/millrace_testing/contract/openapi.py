@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
+
+from jsonschema import Draft202012Validator
 
 from millrace_router.api.openapi.document import REFERENCE, openapi
 from millrace_router.server.operation import Operation
@@ -91,52 +92,18 @@ def resolved(reference: str) -> Schema:
 
 
 def fits(value: object, schema: Schema) -> bool:
-    """Whether JSON is as documented, keys that the document does not name being none of it.
-
-    Supports the parts of JSON schema that answers need; raises KeyError for other types.
-    """
-    if "$ref" in schema:
-        return fits(value, resolved(schema["$ref"]))
-    if "anyOf" in schema:
-        return any(fits(value, one) for one in schema["anyOf"])
-    if "oneOf" in schema:
-        return sum(fits(value, one) for one in schema["oneOf"]) == 1
-    if "const" in schema:
-        return bool(value == schema["const"])
-    if "enum" in schema:
-        return value in schema["enum"]
-    return "type" not in schema or _OF_TYPE[schema["type"]](value, schema)
+    """Whether JSON is as documented, keys that the document does not name being none of it."""
+    return bool(Draft202012Validator({**_closed(schema), **_COMPONENTS}).is_valid(value))
 
 
-def _object(value: object, schema: Schema) -> bool:
-    if not isinstance(value, dict) or not value.keys() >= set(schema.get("required", ())):
-        return False
-    properties, more = schema.get("properties", {}), schema.get("additionalProperties", False)
-    return all(
-        fits(part, properties[key])
-        if key in properties
-        else more is not False and (more is True or fits(part, more))
-        for key, part in value.items()
-    )
+def _closed(schema: Any) -> Any:
+    """The same with objects that have no other properties than theirs, unless it says so."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(one) for key, one in schema.items()}
+    return {"additionalProperties": False, **closed} if schema.get("type") == "object" else closed
 
 
-def _array(value: object, schema: Schema) -> bool:
-    return isinstance(value, list) and all(fits(part, schema["items"]) for part in value)
-
-
-def _one_of(*types: type) -> Callable[[object, Schema], bool]:
-    def check(value: object, _: Schema) -> bool:
-        return type(value) in types
-
-    return check
-
-
-_OF_TYPE: dict[str, Callable[[object, Schema], bool]] = {
-    "object": _object,
-    "array": _array,
-    "string": _one_of(str),
-    "boolean": _one_of(bool),
-    "integer": _one_of(int),
-    "number": _one_of(int, float),
-    "null": _one_of(type(None)),
-}
+_COMPONENTS = {"components": _closed(DOCUMENT["components"])}

@@ -1,7 +1,8 @@
 """Compiles the Triton kernels without a GPU, as they are launched, and prints a line of JSON for each.
 
 Without arguments, it compiles each kernel at a few shapes. With `served`, it compiles the kernels with matrix products
-for every shape that models are served with, in the process that `served I N` names: each N-th shape from the I-th on.
+for every shape that models are served with and the capabilities C, in the process that `served I N C…` names: each
+N-th shape from the I-th on.
 """
 
 from __future__ import annotations
@@ -9,19 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from millrace_shard.kernels.cuda import (
     grouped_experts,
@@ -30,149 +24,53 @@ from millrace_shard.kernels.cuda import (
     triton_choice,
     triton_experts,
     triton_linear,
+    triton_pages,
     triton_quantized,
     triton_rope,
     triton_rows,
+    triton_states,
 )
 from millrace_shard.kernels.cuda.cuda_attention import (
+    SharedMemory,
     Tiling,
+    coded_tile_tiling,
     fixed_tiling,
     span_tiling,
     tile_tiling,
 )
 from millrace_shard.kernels.cuda.linear_tilings import RowTiling
-from millrace_shard.kernels.cuda.quantized_linear import SUM_STEPS, step_length
+from millrace_shard.kernels.cuda.quantized_linear import (
+    EXPANDED_OUTPUTS,
+    SUM_STEPS,
+    step_length,
+)
+from millrace_shard.kernels.cuda.triton_codes import (
+    CONVERTS_E4M3,
+    E4M3,
+    E4M3_BY_DEVICE,
+    E5M2,
+    INT8,
+    NO_CODES,
+)
+from millrace_shard.kernels.cuda.triton_pages import WORDS
 from millrace_shard.kernels.lora import triton_lora
-
-SHARED_BYTES = {80: 166912, 86: 101376, 90: 232448}
-"""The maximal shared memory of a thread block by compute capability."""
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FLOATS = ("scale", "softcap", "eps", "alpha", "limit")
-INTEGERS = {"tables": "i32", "starts": "i32", "contexts": "i32"} | {
-    "positions": "i64",
-    "cache_rows": "i64",
-    "blocks": "i32",
-    "spans": "i32",
-    "table": "i64",
-    "order": "i32",
-    "chosen": "i32",
-    "codes": "u8",
-    "scales": "fp16",
-    "offsets": "fp32",
-}
-ALWAYS_FLOAT32 = (
-    *("partials", "tops", "totals", "rope", "sinks", "lookup", "sums"),
-    *("logits", "correction", "shares", "results"),
-)
-POINTERS = (
-    *("attended", "queries", "key_pages", "value_pages", "out", "x", "residual", "weight"),
-    *("gate_up", "qkv", "keys", "values", "new_keys", "new_values", "bias"),
-    *("query_norm", "key_norm"),
-)
-_SIZES = ("stride", "num_inputs", "num_outputs", "padded_inputs", "part", "group_size")
-"""Ends of the names of integers that are multiples of 16 in common models."""
-_ENCODING = re.compile(r"^(#\w+) = (.+)$", re.MULTILINE)
-_DOT = re.compile(r"(?:warp_group_dot|tt\.dot) .*-> tensor<([\dx]+)xf32, (#\w+)>")
-_REDUCTION = re.compile(r"\}\) : \(tensor<([\dx]+)xf32, (#\w+)>\) -> tensor")
-_STACK = re.compile(r"STACK:(\d+)")
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel's machine code."""
-
-    name: str
-    capability: int
-    shared: int
-    """Bytes of shared memory."""
-    stack: int
-    """Bytes of local memory per thread, in which registers are spilled."""
-    products: tuple[str, ...]
-    """Shapes and layouts of the results of matrix products, each once."""
-    reductions: tuple[str, ...]
-    """Shapes and layouts of the operands of reductions, each once."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether a thread block has enough shared memory."""
-        return self.shared <= SHARED_BYTES[self.capability]
-
-
-def compile_kernel(
-    kernel: Any,
-    dtype: torch.dtype,
-    capability: int,
-    *,
-    num_warps: int,
-    num_stages: int = 3,
-    out_dtype: torch.dtype | None = None,
-    **constants: object,
-) -> Compiled:
-    """Compile `kernel` with tensors of `dtype`; a parameter named `out` has `out_dtype`, if given."""
-    signature, attributes = {}, {}
-    for index, parameter in enumerate(kernel.params):
-        name = parameter.name
-        kind = _kind(name, dtype, constants)
-        if name == "out" and out_dtype is not None:
-            kind = f"*{NAMES[out_dtype]}"
-        signature[name] = kind
-        aligned = kind.startswith("*") and not parameter.do_not_specialize_on_alignment
-        sized = name.endswith(_SIZES) and kind == "i32" and not parameter.do_not_specialize
-        if aligned or sized:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )
-    layouts = compiled.asm["ttgir"]
-    return Compiled(
-        kernel.__name__,
-        capability,
-        compiled.metadata.shared,
-        _stack(compiled.asm["cubin"]),
-        _laid_out(_DOT, layouts),
-        _laid_out(_REDUCTION, layouts),
-    )
-
-
-def _kind(name: str, dtype: torch.dtype, constants: dict[str, object]) -> str:
-    if name in constants:
-        return "constexpr"
-    if name in FLOATS:
-        return "fp32"
-    if name in INTEGERS:
-        return f"*{INTEGERS[name]}"
-    if name in ALWAYS_FLOAT32:
-        return "*fp32"
-    return f"*{NAMES[dtype]}" if name in POINTERS else "i32"
-
-
-def _laid_out(pattern: re.Pattern[str], code: str) -> tuple[str, ...]:
-    encodings = dict(_ENCODING.findall(code))
-    return tuple(sorted({f"{shape} {encodings[name]}" for shape, name in pattern.findall(code)}))
-
-
-def _stack(cubin: bytes) -> int:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.check_output(
-            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name], text=True
-        )
-    return max(map(int, _STACK.findall(usage)))
-
+from millrace_testing.engines.machine_code import SHARED_BYTES, Compiled, compile_kernel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+NO_RULE = (False, False, False)
+CODED_HEAD_DIMS = (64, 128, 256)
+"""Those that KV in codes is compiled for."""
 HEAD_DIMS = (64, 72, 80, 96, 128, 160, 192, 256)
-CAPABILITIES = (80, 90)
+CAPABILITIES = tuple(SHARED_BYTES)
 CODES: dict[str, tuple[dict[str, Any], int | None]] = {
     name: (
         {
             "bits": 8 if name in ("int8", "e4m3") else 4,
-            "least": -8,
+            "least": -128 if name == "int8" else -8,
             "has_lookup": not name.startswith("int"),
+            "is_e4m3": False,
+            "fraction": {"e4m3": 3, "e2m1": 1, "nvfp4": 1}.get(name, 0),
             "has_remainder": name == "nf4",
             "has_offsets": name == "int4 with zeros",
         },
@@ -187,6 +85,19 @@ CODES: dict[str, tuple[dict[str, Any], int | None]] = {
 MANY_INPUTS = 4096
 SUMS: dict[str, Any] = {"group_steps": 2, "inputs": 64, "steps": SUM_STEPS}
 """The constants of the sums of inputs."""
+NORMS: tuple[dict[str, Any], ...] = tuple(
+    {"centred": centred, "plus_one": plus_one, "wide": wide}
+    for centred, plus_one, wide in (
+        (False, False, False),
+        (True, False, True),
+        (False, True, True),
+        (False, True, False),
+    )
+)
+"""The flags of the norms of Llama, Cohere, Gemma, and one more."""
+LLAMA_HEADS = {"plus_one": False, "wide": False, "after_rope": False, "interleaved": False}
+LLAMA_ROPE = {"num_heads": 32, "half": 32, "has_norms": True, **LLAMA_HEADS}
+GEMMA_HEADS = {**LLAMA_HEADS, "plus_one": True, "wide": True, "after_rope": True}
 Heads = tuple[int, int]
 """Query heads per key-value head, and head_dim."""
 
@@ -198,38 +109,45 @@ def attention(
     *,
     fixed: bool,
     rule: tuple[bool, bool, bool] = (False, False, False),
+    codes: int = NO_CODES,
+    has_ends: bool = False,
 ) -> Iterator[Compiled]:
     """Compile attention of prompts, then of single queries, as `PagedAttention` launches it."""
+    if codes == E4M3 and divmod(capability, 10) >= CONVERTS_E4M3:
+        codes = E4M3_BY_DEVICE
     group, head_dim = heads
     has_window, has_cap, has_sinks = rule
     constants: dict[str, Any] = {"num_heads": 4 * group, "group": group, "head_dim": head_dim}
     constants |= {"has_window": has_window, "has_cap": has_cap, "page": 16, "precision": "ieee"}
+    constants["codes"] = codes
 
     def fitted(tiling: Tiling) -> dict[str, Any]:
         head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-        return dataclasses.asdict(tiling.fitted(group, head_bytes, SHARED_BYTES[capability]))
+        memory = SharedMemory(SHARED_BYTES[capability], divmod(capability, 10))
+        return dataclasses.asdict(tiling.fitted(group, head_bytes, memory))
 
-    tiles = fitted((fixed_tiling if fixed else tile_tiling)(dtype, head_dim))
+    fast = coded_tile_tiling if codes else tile_tiling
+    tiles = fitted((fixed_tiling if fixed else fast)(dtype, head_dim))
     spans = fitted((fixed_tiling if fixed else span_tiling)(dtype, head_dim))
     prompts, singles = triton_attention.attend_tiles, triton_attention.attend_spans
-    yield compile_kernel(
-        prompts, dtype, capability, in_spans=fixed, has_sinks=has_sinks, **constants, **tiles
-    )
+    ends: dict[str, Any] = {"has_sinks": has_sinks, "has_ends": has_ends}
+    yield compile_kernel(prompts, dtype, capability, in_spans=fixed, **ends, **constants, **tiles)
     yield compile_kernel(singles, dtype, capability, **constants, **spans)
 
 
 def linear(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
     """Compile the linear of deterministic mode: in one program with bias and in parts, with each tile of rows."""
-    tilings: tuple[RowTiling, ...] = linear_tilings.TENSOR_CORES
+    tilings = (*linear_tilings.TENSOR_CORES, linear_tilings.PROMPTS)
     for tiling in (linear_tilings.FLOAT32,) if dtype == FP32 else tilings:
-        for parts, out_dtype in ((4, dtype), (1, FP32)):
+        whole = (1, dtype) if tiling is linear_tilings.PROMPTS else (4, dtype)
+        for parts, out_dtype in (whole, (1, FP32)):
             yield compile_kernel(
                 triton_linear._multiply,
                 dtype,
                 capability,
                 out_dtype=out_dtype,
                 parts=parts,
-                has_bias=parts > 1,
+                has_bias=out_dtype == dtype,
                 whole_blocks=True,
                 **dataclasses.asdict(tiling),
             )
@@ -242,6 +160,7 @@ def codes(
     tilings = (linear_tilings.FLOAT32,) if dtype == FP32 else linear_tilings.TENSOR_CORES
     for kind, tiling in itertools.product(kinds, tilings):
         facts, group_size = CODES[kind]
+        is_e4m3 = kind == "e4m3" and capability >= 89 and dtype != FP32
         step = step_length(group_size or MANY_INPUTS, dtype)
         is_last = tiling is tilings[-1]
         yield compile_kernel(
@@ -253,7 +172,32 @@ def codes(
             has_bias=is_last,
             whole_steps=True,
             group_steps=0 if group_size is None else group_size // step,
-            **facts | {"has_remainder": facts["has_remainder"] and dtype != FP32},
+            **facts
+            | {"has_remainder": facts["has_remainder"] and dtype != FP32, "is_e4m3": is_e4m3},
+            **dataclasses.asdict(tiling) | {"inputs": step},
+        )
+        if is_last:
+            expanded = {key: value for key, value in facts.items() if key != "has_remainder"}
+            yield compile_kernel(
+                triton_quantized.expand_codes,
+                dtype,
+                capability,
+                num_warps=4,
+                group_steps=0 if group_size is None else group_size // step,
+                outputs=EXPANDED_OUTPUTS,
+                inputs=step,
+                **expanded | {"is_e4m3": is_e4m3},
+            )
+        yield compile_kernel(
+            triton_quantized.multiply_expert_codes,
+            dtype,
+            capability,
+            pairs_per_row=8,
+            has_bias=True,
+            whole_steps=True,
+            group_steps=0 if group_size is None else group_size // step,
+            **facts
+            | {"has_remainder": facts["has_remainder"] and dtype != FP32, "is_e4m3": is_e4m3},
             **dataclasses.asdict(tiling) | {"inputs": step},
         )
 
@@ -316,62 +260,134 @@ def experts(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
     yield compile_kernel(triton_choice.group_pairs, dtype, capability, num_warps=4)
     yield compile_kernel(triton_experts.clamped_swiglu, dtype, capability, num_warps=4, **columns)
     add = triton_experts.add_experts
-    yield compile_kernel(add, dtype, capability, num_warps=4, top_k=8, **columns)
+    for each in dict.fromkeys((dtype, FP32)):
+        yield compile_kernel(
+            add, each, capability, out_dtype=dtype, num_warps=4, top_k=8, **columns
+        )
 
 
 def rows(capability: int) -> Iterator[Compiled]:
     """Compile the kernels without matrix products at the widths of a common model."""
     rule = {"has_window": True, "has_sinks": True}
-    shared: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "heads": 8}
+    shared: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "heads": 8, "codes": NO_CODES}
     for kernel, num_warps, constants in (
         (triton_attention.fold_spans, 1, {"num_heads": 32, "head_dim": 128, "chunk": 64, **rule}),
         (triton_linear._add_parts, 4, {"parts": 4, "has_bias": True, "columns": triton_linear.COLUMNS}),
-        (triton_rows._rms_norm, 2, {"inner_rows": 8, "width": 80, "rows": 8}),
-        (triton_rows._add_rms_norm, 8, {"width": 4096}),
-        (triton_rows._silu_mul, 4, {"width": 14336, "columns": 1024}),
         *(
-            (triton_rope._rope_store, 4, {"num_heads": 32, "half": half, "has_norms": norms, **shared})
-            for half, norms in ((32, False), (64, True), (32, True))
+            (triton_rows._rms_norm, 2, {"inner_rows": 8, "width": 80, "rows": 8, "by_head": flag, **norm})
+            for flag, norm in zip((False, True, False, False), NORMS, strict=True)
+        ),
+        *((triton_rows._add_rms_norm, 8, {"width": 4096, **norm}) for norm in NORMS),
+        *(
+            (triton_rows._gated, 4, {"width": 14336, "columns": 1024, "is_gelu": flag})
+            for flag in (False, True)
+        ),
+        *(
+            (triton_rope._rope_store, 4, {"num_heads": 32, "half": half, "has_norms": norms, **heads, **shared})
+            for half, norms, heads in (
+                (32, False, LLAMA_HEADS),
+                (64, True, LLAMA_HEADS),
+                (32, True, GEMMA_HEADS),
+                (32, False, {**LLAMA_HEADS, "interleaved": True}),
+            )
         ),
         (triton_rope._store, 4, shared),
+        *(
+            each
+            for codes in (INT8, E5M2, E4M3)
+            for each in (
+                (triton_rope._rope_store, 4, {**LLAMA_ROPE, **shared, "codes": codes}),
+                (triton_rope._store, 4, {**shared, "codes": codes}),
+            )
+        ),
     ):  # fmt: skip
         yield compile_kernel(kernel, BF16, capability, num_warps=num_warps, **constants)
+
+
+def states(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
+    """Compile the kernels of recurrent layers at the widths of Qwen3-Next, Kimi Linear, Granite 4 and Falcon Mamba."""
+    heads = {"value_dim": 128, "key_dim": 128}
+    for saves in (False, True):
+        for kernel, num_warps, constants in (
+            (triton_states.convolve, 4, {"sequences": 32, "has_bias": saves, "has_silu": True}),
+            (triton_states.delta, 4, heads | {"num_keys": 16, "num_values": 32, "by_channel": False}),
+            (triton_states.delta, 4, heads | {"num_keys": 32, "num_values": 32, "by_channel": True}),
+            (triton_states.scan, 4, {"num_heads": 128, "num_groups": 1, "state_dim": 128, "head_dim": 64}),
+            (triton_states.scan_channels, 4, {"state_dim": 16}),
+        ):  # fmt: skip
+            is_conv = kernel is triton_states.convolve
+            columns = triton_states.CHANNELS if is_conv else triton_states.COLUMNS
+            if is_conv:
+                constants |= {"earlier": 3}
+            facts: dict[str, Any] = {"columns": columns, "has_saved": saves, **constants}
+            is_scan = kernel is triton_states.scan or kernel is triton_states.scan_channels
+            out_dtype = FP32 if is_scan else dtype
+            yield compile_kernel(
+                kernel, dtype, capability, num_warps=num_warps, out_dtype=out_dtype, **facts
+            )
+    columns = triton_states.CHANNELS
+    yield compile_kernel(
+        triton_states.shift, dtype, capability, num_warps=4, earlier=3, columns=columns
+    )
+    for wide in (False, True):
+        yield compile_kernel(
+            triton_states.gated_norm, dtype, capability, num_warps=1, value_dim=128, wide=wide
+        )
 
 
 def a_few() -> Iterator[Compiled]:
     """Every kernel, at a few shapes."""
     yield from rows(90)
+    yield from states(BF16, 90)
+    yield from states(FP32, 80)
     yield from linear(BF16, 90)
     yield from linear(FP32, 90)
     yield from experts(BF16, 90)
     yield from experts(FP32, 80)
     yield from codes(BF16, 90, ("int4 with zeros", "nf4"))
     yield compile_kernel(triton_quantized._sum_steps, BF16, 90, num_warps=4, **SUMS)
+    yield compile_kernel(triton_pages._zero_pages, BF16, 90, num_warps=4, columns=WORDS)
     yield from adapters(BF16, 90)
     yield from adapters(FP32, 80)
     for heads, dtype, capability in (((4, 128), BF16, 90), ((3, 64), FP32, 90), ((2, 256), BF16, 86)):  # fmt: skip
         for fixed in (False, True):
             yield from attention(heads, dtype, capability, fixed=fixed)
     yield from attention((4, 128), BF16, 90, fixed=False, rule=(True, True, True))
+    for capability in (80, 90):
+        yield from attention((1, 256), BF16, capability, fixed=True, has_ends=True)
+    for capability, fixed in ((80, False), (90, False), (90, True)):
+        for kind in (INT8, E5M2, E4M3):
+            yield from attention((4, 128), BF16, capability, fixed=fixed, codes=kind)
+    for capability in sorted({*CAPABILITIES} - {80, 90}):
+        for kind in (NO_CODES, E4M3):
+            yield from attention((4, 128), BF16, capability, fixed=False, codes=kind)
+        format_ = {86: "int8", 89: "e4m3", 120: "e2m1"}.get(capability, "int4")
+        yield from codes(BF16, capability, (format_,))
 
 
-def served_attention() -> Iterator[tuple[torch.dtype, int, int, tuple[bool, bool, bool]]]:
-    """Dtype, head_dim, group, and whether there are a window, a soft cap and sinks.
+def served_attention() -> Iterator[tuple[torch.dtype, int, int, tuple[bool, bool, bool], int]]:
+    """Dtype, head_dim, group, whether there are a window, a soft cap and sinks, and the kind of codes.
 
     Every group comes with bfloat16 alone, whose layouts float16 shares; the others come with one group.
     """
     for head_dim in HEAD_DIMS:
         for group in GROUPS:
-            yield BF16, head_dim, group, (False, False, False)
+            yield BF16, head_dim, group, NO_RULE, NO_CODES
         for dtype in (FP16, FP32):
-            yield dtype, head_dim, 4, (False, False, False)
+            yield dtype, head_dim, 4, NO_RULE, NO_CODES
         for rule in ((True, False, False), (False, True, False), (True, True, False), (True, False, True)):  # fmt: skip
-            yield BF16, head_dim, 4, rule
+            yield BF16, head_dim, 4, rule, NO_CODES
+    for head_dim, kind in itertools.product(CODED_HEAD_DIMS, (INT8, E5M2, E4M3)):
+        yield BF16, head_dim, 4, NO_RULE, kind
+    # float16 multiplies values of int8 by their scales, in place of weights.
+    yield FP16, 128, 4, NO_RULE, INT8
 
 
-def served(first: int, step: int) -> Iterator[tuple[dict[str, object], Compiled]]:
+def served(
+    first: int, step: int, capabilities: Sequence[int]
+) -> Iterator[tuple[dict[str, object], Compiled]]:
     """Each combination and its kernels."""
-    dtypes = itertools.product(CAPABILITIES, (BF16, FP16, FP32))
+    dtypes = itertools.product(capabilities, (BF16, FP16, FP32))
     for capability, dtype in itertools.islice(dtypes, first, None, step):
         for compiled in linear(dtype, capability):
             yield {"dtype": str(dtype)}, compiled
@@ -379,19 +395,21 @@ def served(first: int, step: int) -> Iterator[tuple[dict[str, object], Compiled]
             yield {"dtype": str(dtype)}, compiled
         for compiled in (*adapters(dtype, capability), *experts(dtype, capability)):
             yield {"dtype": str(dtype)}, compiled
-    shapes = itertools.product(CAPABILITIES, served_attention(), (True, False))
+    shapes = itertools.product(capabilities, served_attention(), (True, False))
     for capability, shape, fixed in itertools.islice(shapes, first, None, step):
-        dtype, head_dim, group, rule = shape
+        dtype, head_dim, group, rule, kind = shape
         case = {"dtype": str(dtype), "head_dim": head_dim, "group": group, "rule": rule}
+        case |= {"codes": kind}
         heads = group, head_dim
-        for compiled in attention(heads, dtype, capability, fixed=fixed, rule=rule):
+        for compiled in attention(heads, dtype, capability, fixed=fixed, rule=rule, codes=kind):
             yield case | {"fixed": fixed}, compiled
 
 
 def main() -> None:
     """Compile, and print a line for each kernel."""
     if sys.argv[1:2] == ["served"]:
-        found = served(int(sys.argv[2]), int(sys.argv[3]))
+        first, step, *capabilities = map(int, sys.argv[2:])
+        found = served(first, step, capabilities)
     else:
         found = (({}, compiled) for compiled in a_few())
     for case, compiled in found:

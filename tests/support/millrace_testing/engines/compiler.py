@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from millrace_shard.kernels.build import Toolchain
+from millrace_shard.kernels.toolchain import Toolchain
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "stand-in {version}"; exit; fi
@@ -35,7 +35,7 @@ def compiler(folder: Path, script: str = COMPILER, version: int = 1) -> Path:
 def toolchain(folder: Path, script: str = COMPILER, version: int = 1) -> Toolchain:
     """The toolchain with the compiler of `compiler`."""
     path = compiler(folder, script, version)
-    return Toolchain(compiler=(str(path),), compile_flags=("-O2",), link_flags=("-lm",))
+    return Toolchain(compiler=(str(path),), name="any-torch2.13.0", compile_flags=("-O2",))
 
 
 def runs(folder: Path) -> int:

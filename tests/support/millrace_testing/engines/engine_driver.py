@@ -27,6 +27,7 @@ from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
+from millrace_shard.kernels.kv_store import KVStore
 from millrace_shard.kernels.scores import SamplingKernels
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.speculation.loading import Speculation
@@ -47,6 +48,7 @@ class Driver:
         group: ProcessGroup | None = None,
         speculation: Speculation | None = None,
         sampling: SamplingKernels | None = None,
+        kv_store: KVStore | None = None,
     ) -> None:
         self.model = FakeModel()
         self.kernels = FakeKernels()
@@ -65,6 +67,7 @@ class Driver:
                 device=torch.device("cpu"),
                 dtype=torch.float32,
                 speculation=speculation,
+                kv_store=kv_store,
             )
         )
         self.engine.start()
@@ -84,13 +87,13 @@ class Driver:
         assert warmed_up is not None
         return warmed_up.runner
 
-    def opening(self) -> Step:
+    def opening(self, life: int = 0) -> Step:
         self.epoch += 1
         self.number = 0
-        return Step(self.epoch, 0, Open())
+        return Step(self.epoch, 0, Open(life))
 
-    def open(self) -> StepReply:
-        return self.engine.step(self.opening()).result(30)
+    def open(self, life: int = 0) -> StepReply:
+        return self.engine.step(self.opening(life)).result(30)
 
     def send(self, work: Work) -> Future[StepReply]:
         self.number += 1

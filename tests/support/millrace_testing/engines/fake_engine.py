@@ -51,8 +51,10 @@ class FakeKernels:
     """The kernels that the engine itself calls; caches [num_blocks, BLOCK_SIZE, heads, dim] start as NaN."""
 
     name = "fake"
+    operators: tuple[str, ...] = ()
     block_size = BLOCK_SIZE
     capturable = True
+    key_tile = BLOCK_SIZE
     sampling: SamplingKernels | None = None
     deterministic = True
 
@@ -68,6 +70,7 @@ class FakeKernels:
         dtype: torch.dtype,
         device: torch.device,
         scales: tuple[float, float] = (1.0, 1.0),
+        latent_dim: int | None = None,
     ) -> LayerCache:
         """Every value NaN, as the worst that a freed block may hold."""
         shape = (num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
@@ -79,6 +82,16 @@ class FakeKernels:
         self.zeroed.append(blocks.tolist())
         cache.keys[blocks] = 0
         cache.values[blocks] = 0
+
+    def zero_layers(self, layers: Sequence[LayerCache], blocks: Sequence[Tensor]) -> None:
+        """Layer by layer."""
+        for layer in layers:
+            self.zero_blocks(layer, blocks[layer.group])
+
+    def zero_rows(self, cache: LayerCache, rows: Tensor, dtype: torch.dtype) -> None:
+        """Clear positions."""
+        for pages in (cache.keys, cache.values):
+            pages.view(-1, *pages.shape[2:])[rows] = 0
 
 
 def fake_kernels(fake: FakeKernels | None = None) -> Kernels:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace_proto.sequence import Grammar, GrammarKind
-from millrace_shard.structured_output.grammar_source import lark_of
+from millrace_shard.structured_output.compilation import compiled
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.structured_output.matcher import Lexer, Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
@@ -51,7 +51,7 @@ class Words:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the start of a text."""
-        return Matcher.of(lark_of(grammar), self.vocabulary)
+        return compiled(grammar, self.vocabulary)[1]
 
     def split(self, text: bytes, rng: random.Random | None = None) -> list[int]:
         """Tokens of `text`, each one of those that fit: the longest, or any."""

@@ -102,6 +102,7 @@ class Generation:
                 Admitted(
                     slot=slot,
                     request_id=slot,
+                    state_page=1 + slot,
                     input_ids=ints(want.prompt),
                     parameters=Sampling(**want.fields),
                     top_n_tokens=want.top_n_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,21 +16,22 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.device_tables import BatchLimits
 from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.sequence_images import FeatureRows
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.states import LayerState
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.model_runner.step_planner import StepPlanner
 from millrace_shard.models.interface import CausalModel, KVLayer
-from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import Speculation
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
-from millrace_testing.models.models import poison, save_tiny
+from millrace_testing.models.models import poison, read_model, save_tiny
 
 NUM_BLOCKS = 48
 MAX_TOKENS = 96
@@ -77,13 +79,7 @@ def tiny_llama(
     """Random, without gradients."""
     save_tiny(folder, "llama")
     with torch.inference_mode():
-        return load_model(
-            folder,
-            dtype=dtype,
-            kernels=kernels,
-            group=ProcessGroup.single(),
-            device=torch.device(device),
-        )
+        return read_model(folder, kernels, dtype=dtype, device=torch.device(device))
 
 
 def _limits(
@@ -99,6 +95,7 @@ def _limits(
         padding_block=num_blocks,
         max_draft_tokens=max_draft_tokens,
         row_tile=row_tile,
+        second_pages=max_batch_size if max_draft_tokens else 0,
     )
 
 
@@ -106,17 +103,19 @@ def _poisoned_cache(
     kernels: Kernels, layer: KVLayer, dtype: torch.dtype, device: torch.device, num_blocks: int
 ) -> LayerCache:
     """A layer's cache full of NaN, but for the reserved blocks."""
-    cache = kernels.new_cache(
-        num_blocks=num_blocks + 1,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        dtype=dtype,
-        device=device,
-        scales=layer.scales,
-    )
+    cache = layer.new_cache(kernels, num_blocks + 1, dtype, device)
     poison(cache)
     kernels.zero_blocks(cache, torch.tensor([0, num_blocks], device=device))
     return cache
+
+
+def _states(model: CausalModel, limits: BatchLimits, dtype: torch.dtype) -> tuple[LayerState, ...]:
+    """Pages full of NaN, for each slot of a model on the CPU, and the second ones."""
+    size, device = 1 + limits.max_batch_size + limits.second_pages, torch.device("cpu")
+    states = tuple(layer.new(size, dtype, device) for layer in model.geometry.states)
+    for tensor in itertools.chain.from_iterable(each.tensors for each in states):
+        tensor.fill_(torch.nan)
+    return states
 
 
 class Stepper:
@@ -138,6 +137,7 @@ class Stepper:
         max_batch_size: int = MAX_BATCH_SIZE,
         adapters: AdapterTable | None = None,
         cache_dtype: torch.dtype | None = None,
+        images: FeatureRows | None = None,
     ) -> None:
         """`max_draft_tokens` for a proposer that `use` sets; `pieces` for steps that are no plain decodes."""
         self.device = torch.device(device)
@@ -152,7 +152,7 @@ class Stepper:
             _poisoned_cache(kernels, layer, cache_dtype or dtype, self.device, limits.num_blocks)
             for layer in layers
         ]
-        self.batch = Batch(limits, self.device, adapters)
+        self.batch = Batch(limits, self.device, adapters, _states(model, limits, dtype), images)
         own = len(model.geometry.layers)
         self.cache, self.draft_cache = self.cache[:own], self.cache[own:]
         single, proposer = ProcessGroup.single(), None
@@ -167,7 +167,9 @@ class Stepper:
             proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
         with torch.inference_mode():
             features = DecodingFeatures(grammars=grammars, proposer=proposer)
-            self.runner = StepRunner(model, kernels, self.cache, self.batch, self.graphs, features)
+            self.runner = StepRunner(
+                model, kernels, self.cache, self.batch, self.graphs, features, dtype=dtype
+            )
         self.free = list(range(1, limits.num_blocks))
 
     def use(self, proposer: Proposer) -> None:
@@ -186,6 +188,7 @@ class Stepper:
         sequence = Sequence(
             slot=slot,
             request_id=slot,
+            state_page=1 + slot,
             input_ids=ints(ids),
             parameters=Sampling(**fields),  # type: ignore[arg-type]
             top_n_tokens=top,  # type: ignore[arg-type]
@@ -211,6 +214,23 @@ class Stepper:
 
     def decode(self, slots: Iterable[int]) -> StepResult:
         return self.run(Forward(decode_slots=ints(slots)))
+
+
+def after_prompt(step: Forward, other: Forward, *, dropped: Iterable[int] = ()) -> Forward:
+    """`step` after the chunk of `other`, which admits its sequence; the slots `dropped` are given up first."""
+    change = replace(
+        step.change,
+        dropped_slots=ints(dropped),
+        admitted=(*other.change.admitted, *step.change.admitted),
+        grown_slots=np.concatenate([other.change.grown_slots, step.change.grown_slots]),
+        grown_blocks=np.concatenate([other.change.grown_blocks, step.change.grown_blocks]),
+    )
+    return replace(
+        step,
+        change=change,
+        chunk_slots=np.concatenate([other.chunk_slots, step.chunk_slots]),
+        chunk_tokens=np.concatenate([other.chunk_tokens, step.chunk_tokens]),
+    )
 
 
 def beside(step: Forward, decodes: Iterable[int]) -> Forward:

@@ -45,10 +45,11 @@ class Deployment:
     async def until(self, text: str, times: int = 1) -> None:
         """Read its log until it has `text` the given number of times."""
         assert self.process.stdout is not None
-        while self.output.count(text) < times:
-            line = await self.process.stdout.readline()
-            assert line, f"ended before {text!r}:\n{self.output}"
-            self.output += line.decode()
+        async with asyncio.timeout(300.0):
+            while self.output.count(text) < times:
+                line = await self.process.stdout.readline()
+                assert line, f"ended before {text!r}:\n{self.output}"
+                self.output += line.decode()
 
     async def end(self) -> tuple[int, str]:
         """Exit code and stderr."""

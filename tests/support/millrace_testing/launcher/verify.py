@@ -44,6 +44,7 @@ class FakeServer:
     caches: bool = True
     grammars: bool = True
     attention: str = "cpu"
+    activations: str = "exact"
     fails: bool = False
     refuses: int = 0
     """The number of requests that get 429 first."""
@@ -74,6 +75,7 @@ class FakeServer:
             "prefix_caching": "on",
             "grammars": self.grammars,
             "attention": self.attention,
+            "quantize_activations": self.activations,
             "max_top_n_tokens": 5,
         }
 

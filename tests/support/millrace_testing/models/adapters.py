@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from millrace_router.adapters.fetching.canonical import base_module
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.load import load_model
-from millrace_testing.models.models import Driver, Run
+from millrace_testing.models.models import Driver, Run, read_model
 
 CPU = torch.device("cpu")
 MAX_ADAPTERS = 8
@@ -64,14 +64,24 @@ def merged(adapted: PeftModel) -> PreTrainedModel:
     return whole.eval()
 
 
-def write_canonical(adapted: PeftModel, cache: Path, dtype: torch.dtype = torch.float32) -> str:
-    """Write the canonical file of an adapter below `cache`, with A and B in `dtype`; returns its digest."""
+def write_canonical(
+    adapted: PeftModel,
+    cache: Path,
+    dtype: torch.dtype = torch.float32,
+    modules_of_base: Collection[str] | None = None,
+) -> str:
+    """Write the canonical file of an adapter below `cache`, with A and B in `dtype`; returns its digest.
+
+    Modules have the names of `modules_of_base`, as the router finds them, or those of the class.
+    """
     tensors: dict[str, Tensor] = {}
     modules: dict[str, dict[str, Any]] = {}
     for path, layer in adapted.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
         name = path.removeprefix(PREFIX)
+        if modules_of_base is not None:
+            name = base_module(name, modules_of_base) or name
         a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"]
         scale, rank = layer.scaling["default"], len(a)
         tensors[f"{name}.lora_A"] = a.to(dtype)
@@ -125,14 +135,7 @@ def load_adapted(
 ) -> AdaptedModel:
     """The model in `folder` with the adapters `digests` in slots 1, 2, …"""
     table = AdapterTable(CPU)
-    model = load_model(
-        folder,
-        dtype=dtype,
-        kernels=kernels,
-        group=group or ProcessGroup.single(),
-        device=CPU,
-        adapters=table,
-    )
+    model = read_model(folder, kernels, dtype=dtype, group=group, adapters=table)
     store = AdapterStore(table, cache, dtype)
     store.resize(MAX_ADAPTERS, 1 << 12)
     adapted = AdaptedModel(Driver(model, kernels, dtype=dtype), store)

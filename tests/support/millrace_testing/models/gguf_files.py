@@ -18,14 +18,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Bytes = npt.NDArray[np.uint8]
 
-BLOCK_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+PLAIN = ("F32", "F16", "BF16")
+SCALES = {
+    **dict.fromkeys(("Q4_0", "Q4_1"), 0.03),
+    **dict.fromkeys(("Q5_0", "Q5_1"), 0.015),
+    **dict.fromkeys(("Q8_0", "IQ4_NL"), 0.002),
+    **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ3_S"), 0.0002),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q3_K"), 0.001),
+    **dict.fromkeys(("IQ1_S", "IQ1_M"), 0.01),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), 0.1),
+    "Q2_K": 0.004,
+    "IQ4_XS": 0.00005,
+}
+"""Block types with scales in float16, and the largest that give values like those of weights."""
 HALVES = {
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)),
+    **dict.fromkeys(SCALES, (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q6_K": (208,),
+    "IQ1_M": (48,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
 """Offsets of the float16 numbers in a block."""
-SCALES = {"Q4_0": 0.03, "Q4_1": 0.03, "Q5_0": 0.015, "Q5_1": 0.015, "Q8_0": 0.002}
+BYTES = {"MXFP4": (1, 118, 124), "NVFP4": (4, 16, 32)}
+"""Block types whose scales are the first bytes, their number and range."""
+BLOCK_TYPES = (*PLAIN, *SCALES, *BYTES)
 CONTROL, USER_DEFINED, NORMAL = 3, 4, 1
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 SIZES = {
@@ -40,20 +59,92 @@ SIZES = {
 """Widths that hold blocks of 256 values."""
 
 
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "cohere": "command-r",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "olmo3": "olmo2",
+}
+"""Names in files of families that have another name there."""
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+PLAIN_ENDS = ("gate.weight", "router.weight", ".bias", "sinks.weight")
+"""Ends the names of tensors that files have as float32."""
+WIDE, SLIDING = {"head_dim": 64}, {"sliding_window": 12, "num_hidden_layers": 5}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": WIDE,
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
+    "qwen2_moe": MIXTURE | {"shared_expert_intermediate_size": 512, "norm_topk_prob": False},
+    "qwen3_moe": MIXTURE | WIDE | {"norm_topk_prob": True},
+    "gemma": WIDE,
+    "gemma2": WIDE | {"query_pre_attn_scalar": 64, "sliding_window": 12},
+    "gemma3_text": WIDE
+    | {"query_pre_attn_scalar": 64, "sliding_window": 12, "num_hidden_layers": 7},
+    "gpt_oss": WIDE
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256}
+    | {"sliding_window": 12, "rope_parameters": YARN},
+    "granite": {
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+    "smollm3": {"num_hidden_layers": 5},
+    "seed_oss": WIDE | {"attention_bias": True, "attention_out_bias": False},
+    "ernie4_5": WIDE,
+    "hunyuan_v1_dense": WIDE,
+    "glm4": WIDE,
+    "cohere2": SLIDING | {"logit_scale": 0.5},
+    "cohere": {"logit_scale": 0.5},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},
+    "olmo3": SLIDING,
+    "exaone4": SLIDING,
+}
+"""Fields of config.json for tiny models."""
+
+
 def random_blocks(kind: str, shape: Sequence[int], seed: int) -> Bytes:
     """Rows of random blocks with values like those of weights, [outputs, bytes of a row]."""
     generator = np.random.default_rng(seed)
-    if kind in ("F32", "F16", "BF16"):
+    if kind in PLAIN:
         values = generator.standard_normal(shape).astype(np.float32) * 0.1
         found: Bytes = gguf.quants.quantize(values, BlockType[kind]).view(np.uint8)
         return found
     elements, num_bytes = gguf.GGML_QUANT_SIZES[BlockType[kind]]
     count = shape[-1] // elements
     blocks = generator.integers(0, 256, (*shape[:-1], count, num_bytes), dtype=np.uint8)
-    for place in HALVES[kind]:
-        scale = SCALES.get(kind, 0.0002) * generator.uniform(-1, 1, (*shape[:-1], count, 1))
-        blocks[..., place : place + 2] = scale.astype(np.float16).view(np.uint8)
+    for place in HALVES.get(kind, ()):
+        scale = SCALES[kind] * generator.uniform(-1, 1, (*shape[:-1], count))
+        set_halves(kind, blocks, place, scale.astype(np.float16))
+    if kind in BYTES:
+        end, low, high = BYTES[kind]
+        blocks[..., :end] = generator.integers(low, high, (*shape[:-1], count, end))
     return blocks.reshape(*shape[:-1], count * num_bytes)
+
+
+def set_halves(kind: str, blocks: Bytes, place: int, values: npt.NDArray[np.float16]) -> None:
+    """Set the number at byte `place` of each of `blocks` [..., bytes] to `values` [...]."""
+    stored = np.ascontiguousarray(values).view(np.uint16)
+    if kind == "IQ1_M":
+        # The upper four bits of four numbers of 16 bits.
+        for part in range(4):
+            upper = (stored >> (4 * part) & 15).astype(np.uint8) << 4
+            at = place + 2 * part + 1
+            blocks[..., at] = blocks[..., at] & 15 | upper
+        return
+    blocks[..., place], blocks[..., place + 1] = stored & 255, stored >> 8
 
 
 def rotated_rows(num_heads: int, rows: int) -> npt.NDArray[np.int64]:
@@ -63,7 +154,7 @@ def rotated_rows(num_heads: int, rows: int) -> npt.NDArray[np.int64]:
 
 
 class TinyGguf:
-    """A random model of one of our families; `kind` is the block type of its matrices.
+    """A random model of one of our families; `kind` is the block type of its matrices, `kinds` of those with a name.
 
     `metadata` is added to that of the model, and replaces it; None removes a key. `biases` are those of all linears.
     """
@@ -76,10 +167,12 @@ class TinyGguf:
         seed: int = 0,
         metadata: Mapping[str, Any] | None = None,
         biases: bool = False,
+        kinds: Mapping[str, str] | None = None,
         **config: Any,
     ) -> None:
-        self.arch = "llama" if family == "mistral" else family
-        fields = SIZES | {"qwen3": {"head_dim": 64}}.get(family, {}) | config
+        self.family = family
+        self.arch = ARCHITECTURES.get(family, family)
+        fields = SIZES | {"pad_token_id": 0} | FAMILIES.get(family, {}) | config
         if family == "llama":
             fields |= {"attention_bias": biases, "mlp_bias": biases}
         self.config = AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **fields)
@@ -87,15 +180,21 @@ class TinyGguf:
             self.config, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self._kind = kind
+        self._kinds = kinds or {}
         self._seed = seed
         self.metadata = {**self._metadata(), **tokenizer_metadata(), **(metadata or {})}
         self.tensors: dict[str, tuple[Bytes, str]] = {}
         """Bytes and block types by the names in the file."""
         self._make_tensors()
 
-    def write(self, path: Path) -> Path:
-        """Write the file."""
-        writer = gguf.GGUFWriter(path, self.arch)
+    def write(self, path: Path, *, per_part: int = 0, bare_first: bool = False) -> Path:
+        """Write the file, or parts of `per_part` tensors, whose names begin with the stem of `path`.
+
+        With `bare_first`, the first part has no tensors.
+        """
+        writer = gguf.GGUFWriter(
+            path, self.arch, split_max_tensors=per_part, small_first_shard=bare_first
+        )
         for key, value in self.metadata.items():
             if value is not None and key != "general.architecture":
                 add_value(writer, key, value)
@@ -112,55 +211,194 @@ class TinyGguf:
 
     def _make_tensors(self) -> None:
         """Fill the model and the tensors of the file."""
-        names = gguf.get_tensor_name_map(
-            gguf.MODEL_ARCH[self.arch.upper()], self.config.num_hidden_layers
-        )
+        arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[self.arch]
+        names = gguf.get_tensor_name_map(arch, self.config.num_hidden_layers)
         parameters = dict(self.model.named_parameters())
-        for number, (name, parameter) in enumerate(parameters.items()):
-            kind = self._kind if parameter.ndim > 1 else "F32"
-            data = random_blocks(kind, parameter.shape, seed=1000 * self._seed + number)
+        parts = [part for each in parameters.items() for part in self._parts(*each)]
+        for number, (name, values_of) in enumerate(parts):
+            named = (kind for part, kind in self._kinds.items() if f".{part}." in name)
+            is_plain = values_of.ndim == 1 or name.endswith(PLAIN_ENDS)
+            kind = "F32" if is_plain else next(named, self._kind)
+            data = random_blocks(kind, values_of.shape, seed=1000 * self._seed + number)
             values = gguf.quants.dequantize(data, BlockType[kind])
-            if parameter.ndim == 1:
-                data = (values + ("norm" in name)).astype(np.float32).view(np.uint8)
-                values = data.view(np.float32)
+            if name.endswith("norm.weight"):
+                data = (values + 1).astype(np.float32).view(np.uint8)
+                is_shifted = self.family.startswith("gemma")
+                values = data.view(np.float32) - np.float32(is_shifted)
             with torch.no_grad():
-                parameter.copy_(torch.from_numpy(values.copy()))
+                values_of.copy_(torch.from_numpy(values.copy()))
             stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            assert stored is not None
-            self.tensors[stored] = (self._in_file_order(name, data, parameter), kind)
+            assert stored is not None, name
+            self.tensors[stored] = (self._in_file_order(name, data, values_of), kind)
+        for factors in ("long", "short"):
+            divisors = getattr(self.config, "rope_parameters", {}).get(f"{factors}_factor")
+            if divisors is not None:
+                data = np.array(divisors, np.float32).view(np.uint8)
+                self.tensors[f"rope_factors_{factors}.weight"] = (data, "F32")
 
-    def _in_file_order(self, name: str, data: Bytes, parameter: Tensor) -> Bytes:
+    def _parts(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
+        """Names that llama.cpp's converters give the parts of a parameter, and the parts as views."""
+        module = name.removesuffix("_bias")
+        suffix = ".bias" if module != name else ".weight"
+        if name.endswith("sinks"):
+            return [(f"{name}.weight", parameter)]
+        if name.endswith("shared_expert_gate.weight"):
+            return [(name, parameter[0])]
+        if self.family == "mixtral" and name.endswith("mlp.gate.weight"):
+            return [(name.replace("mlp.gate", "block_sparse_moe.gate"), parameter)]
+        if ".experts." not in name:
+            return [(name, parameter)]
+        views = {"down_proj": parameter}
+        if module.endswith("gate_up_proj"):
+            # Experts of gpt-oss are transposed, and its gates and ups alternate.
+            whole = parameter
+            if self.family == "gpt_oss":
+                whole = parameter if suffix == ".bias" else parameter.transpose(-1, -2)
+                halves = [whole[:, ::2], whole[:, 1::2]]
+            else:
+                halves = list(whole.chunk(2, dim=1))
+            views = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
+        elif self.family == "gpt_oss" and suffix == ".weight":
+            views = {"down_proj": parameter.transpose(-1, -2)}
+        base = module.rpartition(".")[0]
+        if self.family == "mixtral":
+            base = base.removeprefix("model.").replace("mlp", "feed_forward")
+            views = {MIXTRAL[part]: view for part, view in views.items()}
+        return [(f"{base}.{part}{suffix}", view) for part, view in views.items()]
+
+    def _in_file_order(self, name: str, data: Bytes, values: Tensor) -> Bytes:
         heads = {
             "q_proj": self.config.num_attention_heads,
             "k_proj": self.config.num_key_value_heads,
         }
-        found = next((count for part, count in heads.items() if f".{part}." in name), None)
-        if self.arch != "llama" or found is None:
+        count = next((count for part, count in heads.items() if f".{part}." in name), None)
+        if self.arch not in ("llama", "granite", "smollm3") or count is None:
             return data
-        rows = data.reshape(len(parameter), -1)[rotated_rows(found, len(parameter))]
+        rows = data.reshape(len(values), -1)[rotated_rows(count, len(values))]
         return rows.reshape(data.shape)
 
     def _metadata(self) -> dict[str, Any]:
+        """What llama.cpp's converters write, by `TextModel.set_gguf_parameters` and its overrides."""
         config = self.config
-        parameters = dict(config.rope_parameters)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // 4
-        found = {
+        whole = dict(config.rope_parameters)
+        parameters = whole.get("full_attention", whole)
+        local = whole.get("sliding_attention", {}).get("rope_theta")
+        window = getattr(config, "sliding_window", None)
+        values = {
             "context_length": config.max_position_embeddings,
             "embedding_length": config.hidden_size,
             "block_count": config.num_hidden_layers,
             "feed_forward_length": config.intermediate_size,
             "attention.head_count": config.num_attention_heads,
             "attention.head_count_kv": config.num_key_value_heads,
-            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+            "attention.layer_norm_epsilon": getattr(config, "layer_norm_eps", None),
             "rope.freq_base": float(parameters["rope_theta"]),
+            "rope.freq_base_swa": local and float(local),
+            "expert_count": getattr(
+                config, "num_local_experts", getattr(config, "num_experts", None)
+            ),
+            "expert_used_count": getattr(config, "num_experts_per_tok", None),
+            "attention.key_length": getattr(config, "head_dim", None),
+            "attention.value_length": getattr(config, "head_dim", None),
+            **_scaling(parameters),
+            **self._more(parameters, window),
         }
-        if self.arch != "qwen2":
-            found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-        if self.arch == "llama":
-            found |= {"vocab_size": config.vocab_size, "rope.dimension_count": head_dim}
-        if config.model_type == "mistral" and config.sliding_window:
-            found["attention.sliding_window"] = config.sliding_window
-        return {f"{self.arch}.{name}": value for name, value in found.items()}
+        if self.family in ("gemma", "gemma2"):
+            del values["rope.freq_base"]
+        return {f"{self.arch}.{name}": value for name, value in values.items() if value is not None}
+
+    def _more(self, parameters: Mapping[str, Any], window: int | None) -> dict[str, Any]:
+        config, family = self.config, self.family
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // 4
+        rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        if family.startswith("gemma"):
+            return {
+                "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+                "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+                "attention.sliding_window": window,
+            }
+        if family in ("qwen2_moe", "qwen3_moe"):
+            shared = getattr(config, "shared_expert_intermediate_size", None)
+            return {
+                "expert_feed_forward_length": config.moe_intermediate_size,
+                "expert_shared_feed_forward_length": shared,
+            }
+        if family == "gpt_oss":
+            width = {"expert_feed_forward_length": config.intermediate_size}
+            return {"attention.sliding_window": window, **width}
+        if family == "phi3":
+            return {
+                "rope.scaling.original_context_length": parameters.get(
+                    "original_max_position_embeddings", config.max_position_embeddings
+                ),
+                "rope.dimension_count": rotated,
+                "attention.sliding_window": window or 0,
+                "attention.key_length": None,
+                "attention.value_length": None,
+            }
+        if family == "hunyuan_v1_dense":
+            return _alpha(parameters, head_dim)
+        if family == "glm4":
+            return {"rope.dimension_count": rotated}
+        return self._of_llama(head_dim, window)
+
+    def _of_llama(self, head_dim: int, window: int | None) -> dict[str, Any]:
+        config, family = self.config, self.family
+        sizes = {"vocab_size": config.vocab_size, "rope.dimension_count": head_dim}
+        if family in ("llama", "smollm3", "mixtral"):
+            return sizes
+        if family == "mistral":
+            return sizes | {"attention.sliding_window": window}
+        if family == "granite":
+            return sizes | {
+                "attention.scale": config.attention_multiplier,
+                "embedding_scale": config.embedding_multiplier,
+                "residual_scale": config.residual_multiplier,
+                "logit_scale": config.logits_scaling,
+            }
+        if family == "cohere":
+            return {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+        if family == "cohere2":
+            more = {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+            return sizes | more | {"attention.sliding_window": window}
+        if family in ("olmo3", "exaone4") and window:
+            pattern = [kind == "sliding_attention" for kind in config.layer_types]
+            return {
+                "attention.sliding_window": window,
+                "attention.sliding_window_pattern": pattern,
+                "vocab_size": config.vocab_size if family == "exaone4" else None,
+            }
+        return {}
+
+
+def _scaling(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    kind = parameters.get("rope_type")
+    if kind not in ("linear", "yarn", "longrope"):
+        return {}
+    values = {
+        "type": kind,
+        "factor": parameters.get("factor") if kind != "longrope" else None,
+        "original_context_length": parameters.get("original_max_position_embeddings"),
+        "yarn_beta_fast": parameters.get("beta_fast"),
+        "yarn_beta_slow": parameters.get("beta_slow"),
+        "attn_factor": parameters.get("attention_factor") if kind == "longrope" else None,
+    }
+    return {f"rope.scaling.{name}": value for name, value in values.items() if value is not None}
+
+
+def _alpha(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Hunyuan's base, which alpha scales."""
+    if not parameters.get("alpha"):
+        return {}
+    scale = parameters["alpha"] ** (head_dim / (head_dim - 2))
+    return {
+        "rope.freq_base": float(parameters["rope_theta"] * scale),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 262144,
+        "context_length": 262144,
+    }
 
 
 def tokenizer_metadata() -> dict[str, Any]:

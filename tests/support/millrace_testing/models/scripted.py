@@ -17,11 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 CERTAINTY = 30.0
 """Weight of a token's successor: beside it, no other token has a chance."""
-MAX_TOKENS = 65_536
+MAX_TOKENS = 131_072
 """Of a prompt and its answer: agents begin with tens of thousands."""
 TEMPLATE = """\
 {%- set scripts = SCRIPTS -%}
 {%- set found = namespace(name='', turn=0) -%}
+{%- if tools %}{{ tools | tojson }}{% endif -%}
 {%- for message in messages -%}
 {%- set content = message.content or '' -%}
 <|{{ message.role }}|>{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif -%}
@@ -32,7 +33,6 @@ TEMPLATE = """\
 {%- set found.name = name %}{% set found.turn = 0 -%}
 {%- endfor -%}
 {%- endfor -%}
-{%- if tools %}{{ tools | tojson }}{% endif -%}
 {%- if add_generation_prompt and found.name -%}
 <turn:{{ found.name }}:{{ [found.turn, scripts[found.name] - 1] | min }}>
 {%- endif -%}

@@ -22,14 +22,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.description import ModelDescription
-from millrace_shard.models.load import load_model
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.models.gguf_files import TinyGguf
-from millrace_testing.models.models import CPU, Driver
+from millrace_testing.models.models import Driver, read_model
 from millrace_testing.mutations import mutated_file, mutated_gguf, mutated_json, mutated_tensor
 from millrace_testing.quantized.checkpoints import save_mxfp4, save_quantized
 from millrace_testing.quantized.linears import FORMATS
@@ -135,14 +133,7 @@ def _run(folder: Path) -> None:
     model = ModelDescription.read(folder)
     model.layer_shape(1)
     kernels = PlainKernels(deterministic=True)
-    loaded = load_model(
-        folder,
-        dtype=torch.float32,
-        kernels=kernels,
-        group=ProcessGroup.single(),
-        device=CPU,
-        max_total_tokens=MAX_TOTAL_TOKENS,
-    )
+    loaded = read_model(folder, kernels, max_total_tokens=MAX_TOTAL_TOKENS)
     with torch.inference_mode():
         driver = Driver(loaded, kernels, dtype=torch.float32, num_blocks=4)
         driver.generate([[0] * min(3, loaded.info.max_position_embeddings)], 1)

@@ -23,6 +23,7 @@ from millrace_router.app import create_runner
 from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import GenerationError
+from millrace_router.images.prompts import NO_IMAGES, ImagePrompts
 from millrace_router.pooling.model import (
     GENERATES,
     LogitScore,
@@ -211,6 +212,18 @@ def fail(_: ValidRequest, stream: TokenStream) -> None:
     stream.fail(GenerationError("out of luck"))
 
 
+def break_off(request: ValidRequest, stream: TokenStream) -> None:
+    """Fail after the first token."""
+    stream.batched_at = stream.queued_at
+    stream.token(token_event(1, " x"))
+    fail(request, stream)
+
+
+def plays(*texts: str) -> Callable[[ValidRequest, TokenStream], None]:
+    """A script that generates these tokens."""
+    return lambda _, stream: play(stream, *texts)
+
+
 @dataclass
 class Edge:
     """A running server and the fakes beneath it."""
@@ -302,8 +315,15 @@ class FakeDeployment(RouterDeployment):
     request_limits: Limits
 
     def limits(self, tasks: frozenset[Task] = frozenset({Task.GENERATE})) -> Limits:
-        dialect = dialect_of(strict_tgi=self.config.strict_tgi)
-        return replace(self.request_limits, dialect=dialect, tasks=tasks)
+        return replace(
+            self.request_limits,
+            dialect=dialect_of(
+                strict_tgi=self.config.strict_tgi,
+                reads_images=self.request_limits.image_token_id is not None,
+            ),
+            strict_max_tokens=self.config.strict_max_tokens,
+            tasks=tasks,
+        )
 
 
 def services_over(
@@ -319,6 +339,7 @@ def services_over(
     adapters: Resolver | None = None,
     defaults: SamplingDefaults = NO_DEFAULTS,
     pooling: PoolingModel = GENERATES,
+    images: ImagePrompts = NO_IMAGES,
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
@@ -329,16 +350,19 @@ def services_over(
         capacity=_capacity(limits),
         request_limits=limits,
     )
+    used = tokenizer or word_tokenizer()
+    control = None if settings.allow_special_tokens_in_content else used.control_tokens
     services = services_of(
         deployment,
         _engine(batcher, cost or CostModel()),
         cast("ShardGroup", batcher.compiler),
         metrics_of(deployment),
-        tokenizer=tokenizer or word_tokenizer(),
-        template=ChatTemplate(template, special_tokens={}),
+        tokenizer=used,
+        template=ChatTemplate(template, special_tokens={}, control_tokens=control),
         keys=ApiKeys.of(settings),
         defaults=defaults,
         pooling=pooling,
+        images=images,
         adapters=adapters,
     )
     services.health._probe_seconds = PROBE_SECONDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import cast
@@ -18,6 +18,7 @@ from millrace_router.adapters.residency import Residency
 from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
+from millrace_router.engine.image_loading import ImageLoading
 from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.prediction.cost import CostModel
@@ -29,15 +30,19 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.adapter import AdapterVersion
+from millrace_router.request.images import PreparedImage
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import Finished, TokenEvent, TokenStream
+from millrace_router.scheduler.block_ledger import BlockLedger, StoredBlocks
 from millrace_router.scheduler.block_manager import BlockManager
+from millrace_router.scheduler.factory import blocks_from
+from millrace_router.scheduler.image_features import ImageFeatures
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
 from millrace_router.scheduler.step_plan import Budgets, StepPlan
 from millrace_router.shards.errors import (
     AdapterNotLoaded,
+    ImageRefused,
     ShardBusy,
     ShardError,
     ShardLost,
@@ -45,11 +50,12 @@ from millrace_router.shards.errors import (
 )
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.step_result import StepResult, result_from_pb
-from millrace_router.shards.wire import open_to_pb, plan_to_pb
+from millrace_router.shards.wire import image_to_pb, open_to_pb, plan_to_pb
 from millrace_router.start.engine import entries_of
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.adapters.fake_adapters import MODULE, AdapterLoadError, FakeAdapters
+from millrace_testing.shards.fake_images import NUM_LAYERS
 from millrace_testing.shards.fake_shard import FakeShard
 from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID, VOCAB_SIZE
@@ -67,6 +73,15 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(rust)
 
 
+def panic() -> BaseException:
+    """The exception of a library in Rust that panics, which is no `Exception`."""
+    try:
+        decoders.Strip("a", 0, 5).decode(["a"])
+    except BaseException as error:  # noqa: BLE001
+        return error
+    raise AssertionError("the tokenizer does not panic")
+
+
 class DirectShards:
     """A `StepChannel`, and its `ShardGroup`, whose only shard is a fake in the same process."""
 
@@ -80,6 +95,9 @@ class DirectShards:
         self.lost = False
         """Whether the calls of adapters find no shard."""
         self.is_local = True
+        self.has_kv_store = False
+        self.kv_stores = (0,)
+        self.settle: Callable[[], Awaitable[int]] | None = None
         self._answers: deque[StepResult | ShardError] = deque()
 
     def __len__(self) -> int:
@@ -88,14 +106,26 @@ class DirectShards:
     async def health(self) -> bool:
         return True
 
+    async def pulse(self) -> int:
+        await self.health()
+        return 0
+
     async def end(self, reason: str) -> bool:
         return False
 
+    async def stored_blocks(self) -> list[StoredBlocks]:
+        return []
+
     async def open(self) -> None:
+        self.kv_stores = (self.kv_stores[0] + (not self.shard.keeps_kv),)
+        life = 0 if self.settle is None else await self.settle()
         self.epoch += 1
         self.last_sent = 0
         self._answers.clear()
-        self.shard.step(open_to_pb(self.epoch))
+        self.shard.step(open_to_pb(self.epoch, life))
+
+    async def close(self) -> None:
+        """End nothing: another router has a shard of its own."""
 
     async def load_adapter(self, slot: int, digest: str, *, timeout: float) -> None:
         epoch = self.epoch
@@ -116,6 +146,17 @@ class DirectShards:
         await asyncio.sleep(0)
         self._check_call(epoch)
         self.shard.adapters.unload(slot, in_use=self.shard.adapters_in_use)
+
+    async def put_image(
+        self, slot: int, first_row: int, image: PreparedImage, *, timeout: float
+    ) -> None:
+        epoch = self.epoch
+        messages = [one async for one in image_to_pb(epoch, slot, first_row, image)]
+        await asyncio.sleep(0)
+        self._check_call(epoch)
+        error = self.shard.images.put(messages)
+        if error is not None:
+            raise ImageRefused(error)
 
     def _check_call(self, epoch: int) -> None:
         if self.lost:
@@ -206,6 +247,7 @@ def new_batcher(
         new_entry=entries_of(tiny_tokenizer(), EOS_TOKEN_IDS, block_size=shard.block_size),
         metrics=BatchMetrics(metrics),
         adapters=adapters,
+        images=ImageLoading(channel) if shard.images.num_rows else None,
     )
 
 
@@ -229,10 +271,30 @@ def _recovery(
 
 
 def _new_planner(
-    shard: FakeShard | HashShard, budgets: Budgets, cost: CostModel, *, prefix_caching: bool
+    shard: FakeShard | HashShard,
+    budgets: Budgets,
+    cost: CostModel,
+    *,
+    prefix_caching: bool,
+    blocks: BlockManager | None = None,
 ) -> Planner:
-    cache = PrefixCache() if prefix_caching else None
-    return Planner(budgets, BlockManager(shard.num_blocks, shard.block_size, cache), cost)
+    ledger = BlockLedger(next(shard.lives)) if shard.lives is not None else None
+    blocks = blocks or blocks_from(
+        shard.num_blocks,
+        shard.block_size,
+        prefix_caching=prefix_caching,
+        ledger=ledger,
+        windows=shard.windows,
+        state_pages=getattr(shard, "state_pages", 0),
+    )
+    return Planner(budgets, blocks, cost, images=_features(shard))
+
+
+def _features(shard: FakeShard | HashShard) -> ImageFeatures | None:
+    images = shard.images
+    if not images.num_rows:
+        return None
+    return ImageFeatures(images.num_rows, images.num_slots, NUM_LAYERS, images.mask)
 
 
 def _adapters(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Awaitable
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import cast
+from typing import TypeVar, cast
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto.sampling import Sampling
@@ -127,6 +128,12 @@ class RecordedDriver(ScheduleDriver):
             self.journal.sent(self.shard.steps[-1])
         return plan
 
+    def cut_with_kept_kv(self) -> None:
+        """End the epoch, and begin another one with its KV."""
+        self.keeps_kv = True
+        self.journal.failed("out_of_memory", "there is no memory")
+        self.cut()
+
     def _end_call(self, place: AdapterSlot) -> None:
         digest = None if place.state is SlotState.LEAVING else place.digest
         super()._end_call(place)
@@ -139,6 +146,9 @@ class RecordedDriver(ScheduleDriver):
         else:
             self.journal.answered([answer])
         super().receive()
+
+
+T = TypeVar("T")
 
 
 class ReplayShards:
@@ -173,6 +183,9 @@ class ReplayShards:
     async def write(self, message: pb.StepRequest) -> None:
         self._answers.append(self.shard.step(message))
 
+    async def while_computing(self, call: Awaitable[T], silence: str) -> T:
+        return await call
+
     async def read(self) -> list[pb.StepResponse]:
         answer = self._answers.popleft()
         if answer.HasField("error"):
@@ -181,11 +194,16 @@ class ReplayShards:
         return [answer]
 
 
-async def replayed(path: Path, shard: HashShard, **info: object) -> list[Outcome]:
-    """The outcomes of all epochs of a journal; `info` changes what `shard` says of itself."""
+def player_of(shard: HashShard, **info: object) -> Player:
+    """A player to `shard`; `info` changes what it says of itself."""
     shards = ReplayShards(shard)
     shards.info_now = ShardInfo(**{**asdict(shards.info_now), **info})
-    player = Player(cast("StepChannel", shards), step_seconds=30.0)
+    return Player(cast("StepChannel", shards), step_seconds=30.0)
+
+
+async def replayed(path: Path, shard: HashShard, **info: object) -> list[Outcome]:
+    """The outcomes of all epochs of a journal; `info` changes what `shard` says of itself."""
+    player = player_of(shard, **info)
     return [await player.play(epoch) for epoch in read_epochs(path)]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_testing.engines.kernels import SCALES, as_kept
 
 Span = tuple[int, int, int]
 """(sequence, begin, end) of the queries of a row."""
@@ -37,8 +38,9 @@ class Pages:
         heads: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: torch.dtype | None = None,
     ) -> Pages:
-        """`heads`: query heads, key-value heads, head_dim."""
+        """`heads`: query heads, key-value heads, head_dim. Codes of `cache_dtype` have `SCALES`."""
         num_heads, num_kv_heads, dim = heads
         generator = torch.Generator().manual_seed(num_heads * dim)
 
@@ -57,16 +59,23 @@ class Pages:
                 num_blocks=len(order) + 1,
                 num_kv_heads=num_kv_heads,
                 head_dim=dim,
-                dtype=dtype,
+                dtype=cache_dtype or dtype,
                 device=device,
+                scales=SCALES,
             ),
         )
-        pages.cache.keys.fill_(math.nan)
-        pages.cache.values.fill_(math.nan)
+        for each in pages.cache.by_block:
+            if each.itemsize == 1:
+                # NaN in both formats of fp8; int8 has it in its scales.
+                each.view(torch.uint8).fill_(0x7F)
+            else:
+                each.fill_(math.nan)
         whole = pages.batch([(b, 0, length) for b, length in enumerate(contexts)])
         PlainKernels(deterministic=True, block_size=kernels.block_size).store(
             torch.cat(pages.keys), torch.cat(pages.values), whole, pages.cache
         )
+        for kept, scale in zip((pages.keys, pages.values), SCALES, strict=True):
+            kept[:] = [as_kept(each, cache_dtype, scale) for each in kept]
         return pages
 
     def batch(self, spans: Sequence[Span]) -> RaggedBatch:

@@ -16,11 +16,12 @@ from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.draft_length import DraftPolicy
+from millrace_router.scheduler.factory import blocks_from
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue import RequestQueue, WaitingQueue
 from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.window_blocks import Held, WindowBlocks
 from millrace_router.shards.step_result import result_from_pb
 from millrace_router.shards.wire import open_to_pb, plan_to_pb
 from millrace_testing.adapters.fake_adapters import MODULE
@@ -56,7 +57,7 @@ class ScheduleDriver:
         cost: CostModel | None = None,
     ) -> None:
         """Adapters of the shard are loaded by `let_adapters_go_on`, with the number of turns as the time."""
-        self.budgets = budgets
+        self.budgets = self.limits = budgets
         self.cost = cost
         self.drafts = drafts
         self.shard = shard
@@ -83,6 +84,8 @@ class ScheduleDriver:
         self.plans: list[StepPlan] = []
         """All plans that were sent."""
         self.planner = self._new_planner()
+        self.keeps_kv = False
+        """Whether the next epoch begins with the KV of the one before."""
         self.loses_adapters = False
         """Whether the shard has lost its adapters when an epoch begins."""
         self.num_expelled = 0
@@ -91,9 +94,24 @@ class ScheduleDriver:
         self._num_stalled = 0
         self._open()
 
-    def _new_planner(self) -> Planner:
-        cache = PrefixCache() if self.prefix_caching else None
-        blocks = BlockManager(self.shard.num_blocks, self.shard.block_size, cache)
+    @property
+    def num_kept(self) -> int:
+        """Positions that were kept over failures."""
+        return sum(row.num_kept for plan in self.plans for row in plan.admitted)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Positions that were computed again after failures."""
+        return sum(row.num_recomputed for plan in self.plans for row in plan.admitted)
+
+    def _new_planner(self, blocks: BlockManager | None = None) -> Planner:
+        blocks = blocks or blocks_from(
+            self.shard.num_blocks,
+            self.shard.block_size,
+            prefix_caching=self.prefix_caching,
+            windows=self.shard.windows,
+            state_pages=self.shard.state_pages,
+        )
         return Planner(self.budgets, blocks, self.cost, self.drafts)
 
     def _open(self) -> None:
@@ -239,7 +257,7 @@ class ScheduleDriver:
         """Receive the oldest answer; an error ends the epoch."""
         flight = self.flights.popleft()
         if flight.answer.HasField("error"):
-            self._recover()
+            self.cut()
             return
         result, planner = result_from_pb([flight.answer]), self.planner
         self.last_answered = self.shard.answered = result.number
@@ -263,10 +281,16 @@ class ScheduleDriver:
         planner.answered(result.number)
         self.adapters.answered(result.number)
 
-    def _recover(self) -> None:
-        failed, self.planner = self.planner, self._new_planner()
+    def cut(self) -> None:
+        """End the epoch, and begin another one."""
+        failed = self.planner
+        if self.keeps_kv:
+            self._park(failed)
+        self.planner = self._new_planner(failed.blocks if self.keeps_kv else None)
         self.planner.take_over(failed, failed.take_all())
+        self.planner.limit(self.limits)
         self.flights.clear()
+        self.shard.keeps_kv = self.keeps_kv
         self._open()
         if self.loses_adapters:
             self.shard.adapters.slots.clear()
@@ -274,6 +298,28 @@ class ScheduleDriver:
             self._end_call(place)
         places = self.adapters.residency
         self._calls = [place for place in places if place.state is SlotState.LEAVING]
+
+    def _park(self, failed: Planner) -> None:
+        """Park the rows, which must keep exactly the positions that answered steps have computed."""
+        expected = {}
+        for slot, row in failed.rows.items():
+            # A state may be ahead of the answers, so that nothing is kept.
+            may_keep = failed.blocks.states is None and not row.entry.closed
+            if may_keep and not row.entry.wants_prompt_logprobs:
+                running = self.shard.running.get(slot)
+                is_sent = running is not None and running.pb.request_id == row.entry.request_id
+                num_known = self.shard.num_acknowledged(slot) if is_sent else row.num_cached
+                expected[row.entry.request_id] = min(num_known, row.entry.num_inputs - 1)
+        failed.park()
+        parked = {each: one.num_positions for each, one in failed.blocks._parked.items()}
+        kept = {each: parked.get(each, 0) for each in expected}
+        if failed.blocks.windows:
+            # A half-filled block that is shared in some group is computed again.
+            size = self.shard.block_size
+            expected = {each: number // size for each, number in expected.items()}
+            kept = {each: number // size for each, number in kept.items()}
+        assert kept == expected
+        check_blocks(failed.blocks)
 
     def turn(self) -> bool:
         """Fill the pipeline and receive one answer; whether there was any work."""
@@ -333,25 +379,57 @@ class ScheduleDriver:
         assert not any(place.num_users for place in self.adapters.residency)
         assert blocks.num_free + blocks.num_cached == blocks.num_blocks
         assert blocks.num_reserved == 0
+        for window in blocks.windows:
+            assert window.num_available == window.num_blocks
+            assert window.num_owned == 0
         self.check()
 
 
 def check_blocks(blocks: BlockManager) -> None:
-    """Free, cached and owned blocks are disjoint, and together they are all blocks."""
+    """Free, cached, owned and parked blocks are disjoint, and together they are all blocks."""
     cache = blocks.cache
     idle = [] if cache is None else [cached.block for cached in cache._idle.values()]
-    held = {block for holding in blocks._holdings.values() for block in holding.blocks}
-    pinned = {pin.block for holding in blocks._holdings.values() for pin in holding.pins}
-    owned = held | pinned
+    holdings, kept = blocks._holdings.values(), blocks._parked.values()
+    tables = [(each.blocks, each.pins) for each in holdings]
+    tables += [(each.blocks, each.pins) for each in kept]
+    private = [block for held, pins in tables for block in held[len(pins) :]]
+    pinned = {pin.block for _, pins in tables for pin in pins}
+    assert len({*private} - pinned) == len(private), "a block has two owners"
+    owned = {block for holding in holdings for block in holding.blocks}
+    parked = {block for each in kept for block in each.blocks} - owned
     fresh = range(blocks.num_blocks - blocks._num_fresh + 1, blocks.num_blocks + 1)
     free = [*blocks._free, *fresh]
-    everything = [*free, *idle, *owned]
+    everything = [*free, *idle, *owned, *parked]
     assert sorted(everything) == list(range(1, blocks.num_blocks + 1)), "a block is lost or doubled"
     assert blocks.num_free == len(free)
     assert blocks.num_cached == len(idle)
     assert blocks.num_owned == len(owned)
+    assert blocks.num_parked == len(parked)
     assert blocks.num_available >= 0, "blocks are promised that are not there"
+    assert blocks._num_promised == sum(holding.num_promised for holding in holdings)
     if cache is not None:
         findable = [cached.block for cached in cache._blocks.values()]
         assert len(findable) == len(set(findable)), "a block has two keys"
         assert not set(findable) & set(free), "a free block is findable"
+    for index, window in enumerate(blocks.windows):
+        check_window(window, [each.windows[index] for each in kept])
+
+
+def check_window(window: WindowBlocks, parked: list[Held]) -> None:
+    """Free, cached and held blocks are disjoint, and together they are all blocks; no promise exceeds them."""
+    cache, holdings = window.cache, [*window._held.values(), *parked]
+    idle = [] if cache is None else [*cache._idle.values(), *cache._passing.values()]
+    pairs = [pair for each in holdings for pair in zip(each.blocks, each.pins, strict=True)]
+    private = [block for block, pin in pairs if pin is None]
+    pinned = {block for block, pin in pairs if pin is not None}
+    first = window._first + 1
+    numbers = range(first, first + window.num_blocks)
+    free = [*window._free, *numbers[window.num_blocks - window._num_fresh :]]
+    everything = [*free, *(each.block for each in idle), *private, *pinned]
+    assert sorted(everything) == [*numbers], "a window block is lost or doubled"
+    assert window._num_reserved == sum(each.reserved for each in holdings)
+    assert window.num_available >= 0, "window blocks are promised that are not there"
+    if cache is not None:
+        findable = [cached.block for cached in cache._blocks.values()]
+        assert len(findable) == len(set(findable)), "a window block has two keys"
+        assert not set(findable) & set(free), "a free window block is findable"

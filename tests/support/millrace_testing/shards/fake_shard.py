@@ -11,7 +11,15 @@ import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_router.scheduler.window_blocks import WindowGroup
 from millrace_testing.adapters.fake_adapters import AdapterLoadError, FakeAdapters
+from millrace_testing.shards.fake_images import (
+    EDGE,
+    IMAGE_TOKEN_ID,
+    NUM_LAYERS,
+    ROWS_PER_TILE,
+    FakeImages,
+)
 from millrace_testing.shards.hash_choices import Choices
 from millrace_testing.shards.hash_shard import HashShard, Running
 from millrace_testing.shards.hash_tokens import EOS_TOKEN_ID, VOCAB_SIZE, expected_tokens
@@ -55,9 +63,11 @@ class FakeShard(HashShard):
         self,
         *,
         num_blocks: int = 64,
+        windows: tuple[WindowGroup, ...] = (),
         block_size: int = 4,
         max_batch_size: int = 16,
         adapters: FakeAdapters | None = None,
+        images: FakeImages | None = None,
     ) -> None:
         super().__init__(
             num_blocks=num_blocks,
@@ -65,6 +75,8 @@ class FakeShard(HashShard):
             max_batch_size=max_batch_size,
             choices=PlannedChoices(self),
             adapters=adapters,
+            windows=windows,
+            images=images,
         )
         self.allows_empty_steps = True
         self.infinite_id = None
@@ -84,6 +96,7 @@ class FakeShard(HashShard):
         self.warmup_gate: Event | None = None
         self.is_warm = True
         self.attention = "none"
+        self.activations = "exact"
         self.deterministic = False
         self.stuck_seconds = 0.0
         self.group = 1
@@ -182,11 +195,26 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             deterministic=self.shard.deterministic,
             prefill_logprobs=True,
             kv_cache_dtype="float32",
+            quantize_activations=self.shard.activations,
             hidden_size=2,
             max_draft_tokens=self.shard.max_draft_tokens,
             adapter_modules=self.shard.adapters.modules(),
             group=self.shard.group,
+            vision=pb.Vision(
+                family="smolvlm",
+                rows_per_tile=ROWS_PER_TILE,
+                tile_height=EDGE,
+                tile_width=EDGE,
+                image_token_id=IMAGE_TOKEN_ID,
+                num_layers=NUM_LAYERS,
+                mask=pb.Vision.Mask.Value(f"MASK_{self.shard.images.mask.name}"),
+            )
+            if self.shard.images.num_rows
+            else None,
         )
+
+    def Blocks(self, request: pb.BlocksRequest, context: grpc.ServicerContext) -> pb.BlocksResponse:
+        return pb.BlocksResponse()
 
     def End(self, request: pb.EndRequest, context: grpc.ServicerContext) -> pb.EndResponse:
         ends = request.group == self.shard.group
@@ -230,6 +258,14 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
         self.shard.adapters.unload(request.slot, in_use=self.shard.adapters_in_use)
         return pb.UnloadAdapterResponse()
 
+    def PutImage(
+        self, request_iterator: Iterator[pb.PutImageRequest], context: grpc.ServicerContext
+    ) -> pb.PutImageResponse:
+        requests = list(request_iterator)
+        if requests[0].epoch != self.shard.epoch:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another epoch")
+        return pb.PutImageResponse(error=self.shard.images.put(requests))
+
     def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
         if self.shard.warmup_gate is not None:
             assert self.shard.warmup_gate.wait(30)
@@ -240,6 +276,9 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
         adapters.slots.clear()
         adapters.num_pages = request.adapter_pages or adapters.num_pages
         num_blocks = request.num_blocks or self.shard.num_blocks
+        sizes = [group.num_blocks for group in self.shard.windows]
+        if request.num_blocks and request.window_blocks != sizes:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "other window groups than before")
         capacity = (num_blocks - 1) * self.shard.block_size
         total = request.max_total_tokens or min(capacity, 1024)
         return pb.WarmupResponse(
@@ -248,6 +287,18 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             max_total_tokens=total,
             max_input_tokens=request.max_input_tokens or total - 1,
             adapter_pages=adapters.num_pages,
+            feature_rows=self.shard.images.num_rows,
+            image_slots=self.shard.images.num_slots,
+            window_groups=[
+                pb.WindowGroup(
+                    num_blocks=group.num_blocks,
+                    window=group.window,
+                    reach=group.reach,
+                    num_layers=group.num_layers,
+                    bytes_per_token=group.bytes_per_token,
+                )
+                for group in self.shard.windows
+            ],
         )
 
     def Steps(

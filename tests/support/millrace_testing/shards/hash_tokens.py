@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from millrace_testing.adapters.fake_adapters import seed_of
 
@@ -44,12 +44,17 @@ def expected_tokens(
     seed: int = 0,
     eos_every: int = 0,
     min_new_tokens: int = 0,
+    images: Mapping[int, int] | None = None,
 ) -> list[int]:
-    """The tokens of a request that runs alone: `count`, or fewer if the end of sequence is among them."""
+    """The tokens of a request that runs alone: `count`, or fewer if the end of sequence is among them.
+
+    `images` has the feature of each position in an image.
+    """
+    features = images or {}
     digest, folded = root(adapter), 0
     generated: list[int] = []
     for position, token_id in enumerate(prompt):
-        digest = extend(digest, token_id, position)
+        digest = extend(digest, token_id + features.get(position, 0), position)
         folded = fold(folded, digest, position)
     while len(generated) < count and EOS_TOKEN_ID not in generated:
         generated.append(

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace_shard.device.one_shot import MAX_BYTES
+from millrace_shard.device import process_group
+from millrace_shard.device.one_shot import MAX_BYTES, ONE_SHOT_BYTES
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.models.load import load_model
 from millrace_testing.engines.steps import SAMPLING, Stepper, beside
 from millrace_testing.launcher.deployment import kept_port
-from millrace_testing.models.models import Driver, Run, prompt_of
+from millrace_testing.models.models import Run, prompt_of, read_driver, read_model
 
 PRELOADED = [
     "millrace_testing.shards.poison_shard",
@@ -196,17 +196,17 @@ class NoMemory(GlooMemory):
         raise RuntimeError("no peer access")
 
 
+class WrongSums(GlooMemory):
+    """GPUs whose sums lack something."""
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Less than the sum."""
+        return super().all_reduce(part) - 1
+
+
 def generate(job: Job, group: ProcessGroup) -> list[Run]:
     """Generate on this rank."""
-    kernels = PlainKernels(deterministic=False)
-    model = load_model(
-        job.folder,
-        dtype=torch.float32,
-        kernels=kernels,
-        group=group,
-        device=torch.device("cpu"),
-    )
-    driver = Driver(model, kernels, dtype=torch.float32)
+    driver = read_driver(job.folder, PlainKernels(deterministic=False), group=group)
     return driver.generate(job.prompts, job.num_tokens, chunk=job.chunk)
 
 
@@ -235,13 +235,28 @@ def _one_shot_sums(group: ProcessGroup) -> dict[str, Any]:
     refused = NoMemory() if group.rank == 1 else GlooMemory()
     group.use_one_shot(refused)
     found["refused"] = group.all_reduce(mine.clone()), refused.sizes
+    with NamedTemporaryFile("w") as boot_id:
+        boot_id.write(f"{group.rank + 1}" * 32)
+        boot_id.flush()
+        far = GlooMemory()
+        with mock.patch.object(process_group, "BOOT_ID", Path(boot_id.name)):
+            group.use_one_shot(far)
+        found["far"] = group.all_reduce(mine.clone()), far.sizes
+    # Nor are the sums of rank 1 right, later.
+    wrong = WrongSums() if group.rank == 1 else GlooMemory()
+    group.use_one_shot(wrong, is_requested=False)
+    wrong.sizes.clear()
+    found["wrong"] = group.all_reduce(mine.clone()), wrong.sizes
     memory = GlooMemory()
     group.use_one_shot(memory)
+    found["trial"] = list(memory.sizes)
+    memory.sizes.clear()
     found["small"] = group.all_reduce(mine.clone())
     found["again"] = group.all_reduce(mine.view(2, 4) * 2)
     found["bf16"] = group.all_reduce(mine.bfloat16())
     found["odd"] = group.all_reduce(mine[:3].clone())
     found["int"] = group.all_reduce(mine.long())
+    found["uneven"] = group.all_reduce(mine.repeat(ONE_SHOT_BYTES // 32 + 1)[:-4])[-8:-4]
     found["large"] = group.all_reduce(mine.repeat(MAX_BYTES // 32 + 1))[-8:]
     found["limit"] = group.all_reduce(mine.repeat(MAX_BYTES // 32))[-8:]
     found["sizes"] = memory.sizes
@@ -272,9 +287,7 @@ def sample_on_a_rank(group: ProcessGroup, folder: Path) -> Outcome:
     """Ids and log probabilities of the checkpoint in `folder`; one row per entry of `SAMPLING`, admitted one by one."""
     kernels = PlainKernels(deterministic=True)
     with torch.inference_mode():
-        model = load_model(
-            folder, dtype=torch.float32, kernels=kernels, group=group, device=torch.device("cpu")
-        )
+        model = read_model(folder, kernels, group=group)
     stepper = Stepper(model, kernels, dtype=torch.float32)
     results = [
         stepper.run(beside(stepper.admission(slot, prompt_of(9, seed=slot), **fields), range(slot)))

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_router.errors import RouterError
-from millrace_router.request.entry import Entry
+from millrace_router.request.entry import Entry, new_entry
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.text.tokenizer import Tokenizer
@@ -131,26 +132,30 @@ class Generations:
         self.requests: list[ValidRequest] = []
         self.streams: list[TokenStream] = []
         self.candidates: list[tuple[int, float]] = []
+        self.cached_tokens: int | None = None
         self._plans = iter(plans)
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset({eos_token_id})
+        self._ids = count()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, request: ValidRequest, stream: TokenStream) -> None:
         """Begin the next plan."""
         self.requests.append(request)
         self.streams.append(stream)
-        entry = Entry(
-            len(self.requests), request, self._tokenizer, self._eos_token_ids, block_size=16
-        )
+        entry = new_entry(self._ids, self._tokenizer, self._eos_token_ids, request, block_size=16)
         entry.stream = stream
-        task = asyncio.create_task(self._feed(entry, next(self._plans)))
+        plan = next(self._plans)
+        if entry.resume():
+            return
+        task = asyncio.create_task(self._feed(entry, plan[entry.num_generated :]))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _feed(self, entry: Entry, plan: Plan) -> None:
         stream = entry.stream
-        stream.batched_at = stream.queued_at
+        if stream.batched_at is None:
+            stream.batched_at, stream.cached_tokens = stream.queued_at, self.cached_tokens
         await self._together.wait()
         for item in plan:
             await asyncio.sleep(0)
@@ -159,5 +164,18 @@ class Generations:
             if isinstance(item, RouterError):
                 stream.fail(item)
                 return
+            try:
+                entry.record(item, -0.5)
+            except RouterError as error:
+                stream.fail(error)
+                return
+            if entry.request.choice is not None:
+                entry.request.choice.flush()
             if entry.accept(item, -0.5, self.candidates[: entry.request.top_n_tokens]):
                 return
+
+
+def saying(*texts: str, using: Tokenizer | None = None, end: Sequence[int] = (0,)) -> Generations:
+    """A script that says each text to one request after the other, and ends; its tokens are `byte_level` by default."""
+    words = using or tokenizer("byte_level")
+    return Generations(*([*words.encode(text), *end] for text in texts), tokenizer=words)

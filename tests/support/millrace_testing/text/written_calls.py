@@ -1,10 +1,13 @@
-"""Calls as models of each family write them, by their published chat templates; `json` values are Python's."""
+"""Calls as models of each family write them, by their published chat templates, and as clients put them together."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from millrace_router.tool_calls.tool import AnswerParser
 
 Call = tuple[str, Mapping[str, Any]]
 """A name and arguments."""
@@ -162,3 +165,41 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
 """By the name of a format; `glm47` is the later form of `glm45`."""
 TEMPLATES = {"glm47": "<arg_key></arg_key><arg_value>", "mistral": "[TOOL_CALLS]"}
 """Sources of templates that tell the form of a format."""
+
+
+@dataclass
+class Answer:
+    """The text and the calls, as (name, arguments), that a client puts together from a stream."""
+
+    text: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
+    """Indices of the calls that have ended."""
+    written: list[str] = field(default_factory=list)
+    """What the model wrote for each call, unless it has ended."""
+
+
+def read(parser: AnswerParser, pieces: Iterable[str]) -> Answer:
+    """Parse an answer that comes in pieces, and check what holds of every answer."""
+    answer = Answer()
+    for parsed in [*(parser.push(piece) for piece in pieces), parser.finish()]:
+        answer.text += parsed.text
+        for delta in parsed.calls:
+            if delta.id is not None:
+                assert delta.name is not None
+                assert delta.index == len(answer.calls)
+                answer.calls.append((delta.name, ""))
+                answer.ids.append(delta.id)
+                answer.written.append("")
+            assert delta.index not in answer.whole, "nothing follows the end of a call"
+            assert delta.index == len(answer.calls) - 1
+            called, arguments = answer.calls[-1]
+            answer.calls[-1] = called, arguments + delta.arguments
+            answer.written[-1] += delta.source
+            if delta.is_last:
+                answer.whole.add(delta.index)
+    again = parser.finish()
+    assert (again.text, [*again.calls]) == ("", [])
+    assert len(set(answer.ids)) == len(answer.ids)
+    return answer

@@ -23,7 +23,8 @@ async function ask(answer, { system, fields, isContinuing }) {
       return await readAnswer(answer, await post(answer));
     } catch (error) {
       const isWithout = error.type === "template_error" && /not found|not valid/.test(error.message);
-      if (!isWithout) throw error;
+      // A text has no place for images.
+      if (!isWithout || conversation.hasImages) throw error;
       conversation.isPlain = true;
     }
   }

@@ -17,6 +17,7 @@ const panels = {
   settings: new Panel("settings", { button: "toggle", done: "done", wide: WIDE }),
 };
 const ON_TURN = { retry, proceed, results: () => answer(newAnswer()), edit };
+const attached = new AttachedImages(byId("attached"), { changed: showSend, refused: showRefused });
 let conversation = new Conversation();
 let views = [];
 
@@ -70,7 +71,7 @@ function place() {
   byId("new").disabled = byId("export").disabled = views.length === 0;
   byId("stop").hidden = !isBusy;
   byId("send").hidden = isBusy;
-  byId("send").disabled = prompt.value.trim() === "";
+  showSend();
   log.setAttribute("aria-busy", String(isBusy));
 }
 
@@ -84,9 +85,10 @@ function add(turn) {
 function send(text) {
   const fields = fieldsOrFault();
   if (fields === null) return;
+  const images = attached.take();
   prompt.value = "";
   fit();
-  add({ role: "user", content: text });
+  add({ role: "user", content: text, ...(images.length > 0 ? { images } : {}) });
   answer(newAnswer(), fields);
 }
 
@@ -99,6 +101,15 @@ function retry() {
     views.pop().node.remove();
   }
   answer(newAnswer(), fields);
+}
+
+/** Takes the key that was written, and asks anew what was refused without it. */
+function useKey() {
+  settings.save();
+  if (panels.settings.isInFront) panels.settings.close();
+  prompt.focus();
+  if (conversation.last?.trouble?.status === 401) retry();
+  else check();
 }
 
 /** Has the model go on with an answer that was cut off. */
@@ -116,9 +127,10 @@ function edit(text) {
   const fields = fieldsOrFault();
   if (fields === null) return;
   const at = conversation.turns.findLastIndex((turn) => turn.role === "user");
+  const { images } = conversation.turns[at];
   conversation.turns.length = at;
   for (const view of views.splice(at)) view.node.remove();
-  add({ role: "user", content: text });
+  add({ role: "user", content: text, ...(images ? { images } : {}) });
   prompt.focus();
   answer(newAnswer(), fields);
 }
@@ -134,7 +146,6 @@ function fieldsOrFault() {
     if (!(error instanceof SettingError)) throw error;
     panels.settings.open(true);
     settings.showFault(error);
-    byId(error.id).focus();
     say(error.message);
     return null;
   }
@@ -156,6 +167,7 @@ function answerIn(turn, begin) {
   const one = new Answer(conversation, turn, { ended });
   one.view = views.at(-1);
   const running = one.run(begin);
+  check();
   place();
   log.scrollTop = log.scrollHeight;
   say("Answering");
@@ -189,6 +201,12 @@ function follow(change) {
   if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
+/** Says why images are not taken; null says nothing. */
+function showRefused(text) {
+  byId("refused").hidden = text === null;
+  byId("refused").textContent = text ?? "";
+}
+
 function say(text) {
   byId("status").textContent = text.slice(0, 1000);
 }
@@ -196,5 +214,10 @@ function say(text) {
 function fit() {
   prompt.style.height = "auto";
   prompt.style.height = `${prompt.scrollHeight}px`;
-  byId("send").disabled = prompt.value.trim() === "";
+  showSend();
+}
+
+/** Lets a message be sent that has a text, or images. */
+function showSend() {
+  byId("send").disabled = attached.isReading || (prompt.value.trim() === "" && attached.urls.length === 0);
 }

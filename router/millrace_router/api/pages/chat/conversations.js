@@ -51,14 +51,15 @@ async function exportAll() {
   saveFile("millrace-conversations", exportedAll(await store.all()));
 }
 
-/** Adds the conversations of a file, and shows the first. */
+/** Adds the conversations of a file that are not here yet, and shows the first of them. */
 async function importFile(file) {
   const said = byId("import-said");
   try {
-    const found = imported(await file.text());
-    for (const one of found) await store.put(one.record());
-    if (found.length > 0) show(found[0]);
-    said.textContent = found.length === 1 ? "1 conversation read." : `${found.length} conversations read.`;
+    const read = imported(await file.text());
+    const added = newOnes(read, await store.all());
+    for (const one of added) await store.put(one.record());
+    if (added.length > 0) show(added[0]);
+    said.textContent = importText(read.length, read.length - added.length);
   } catch (error) {
     said.textContent = `The file cannot be read: ${error.message}.`;
   }

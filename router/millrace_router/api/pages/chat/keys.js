@@ -4,8 +4,27 @@
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  const text = prompt.value.trim();
-  if (text !== "") send(text);
+  if (!byId("send").disabled) send(prompt.value.trim());
+});
+byId("attach").addEventListener("click", () => byId("image-files").click());
+byId("image-files").addEventListener("change", async ({ target }) => {
+  await attached.add([...target.files]);
+  target.value = "";
+  prompt.focus();
+});
+document.addEventListener("paste", (event) => {
+  const files = server.images === null ? [] : pastedFiles(event.clipboardData);
+  if (files.length === 0) return;
+  event.preventDefault();
+  attached.add(files);
+});
+document.addEventListener("dragover", (event) => {
+  if (server.images !== null && event.dataTransfer.types.includes("Files")) event.preventDefault();
+});
+document.addEventListener("drop", (event) => {
+  if (server.images === null || event.dataTransfer.files.length === 0) return;
+  event.preventDefault();
+  attached.add([...event.dataTransfer.files]);
 });
 prompt.addEventListener("input", fit);
 prompt.addEventListener("keydown", (event) => {
@@ -29,6 +48,11 @@ byId("form").addEventListener("input", () => {
   settings.showFault(null);
 });
 byId("form").addEventListener("submit", (event) => event.preventDefault());
+byId("key").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.isComposing) return;
+  event.preventDefault();
+  useKey();
+});
 window.addEventListener("pagehide", () => {
   if (conversation.turns.length > 0) store.put(conversation.record());
 });

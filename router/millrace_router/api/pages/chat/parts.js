@@ -37,11 +37,11 @@ function duration(seconds) {
 }
 
 /** A field and two buttons in place of a text; Enter sends it, Escape leaves it. */
-function editorElement(text, { send, leave }) {
+function editorElement(text, { send, leave, mayBeEmpty }) {
   const area = el("textarea", { class: "field", rows: "3", "aria-label": "Edit the message" });
   area.value = text;
   const submit = () => {
-    if (area.value.trim() !== "") send(area.value.trim());
+    if (mayBeEmpty || area.value.trim() !== "") send(area.value.trim());
   };
   area.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {

@@ -7,7 +7,7 @@ const STARTERS = {
 };
 const CHECK_SECONDS = 10;
 /** While an answer comes, or the server is not ready. */
-const SOON_SECONDS = 2;
+const SOON_SECONDS = 1;
 const RECOVERING = "The server is recovering; your answer will go on.";
 
 /** What is known of the server. */
@@ -16,6 +16,8 @@ const server = {
   model: "",
   /** Whether it keeps a stream for a page that comes back. */
   resumes: false,
+  /** The limits of images, if the model reads them. */
+  images: null,
   isReady: null,
   /** Whether what `/info` said may be out of date: nothing is known yet, or the server was away. */
   isStale: true,
@@ -42,6 +44,8 @@ const server = {
     server.isStale = false;
     server.model = info.model_id;
     server.resumes = (info.resume_grace ?? 0) > 0;
+    server.images = info.images ?? null;
+    byId("attach").hidden = server.images === null;
     document.title = `${showModel(info.model_id)} · Millrace`;
     showLimits(info);
     showDefaults(info);
@@ -72,6 +76,7 @@ function showDefaults(info) {
   for (const id of NUMBERS) byId(id).placeholder = String(shortened(values[id] ?? NEUTRAL[id]));
   byId("max_tokens").max = most;
   byId("advanced").hidden = byId("of-tools").hidden = !info.grammars;
+  byId("without-tools").hidden = info.chat_template_tools !== false;
 }
 
 /** A number of the precision that models are told: 0.6 rather than 0.6000000238418579. */

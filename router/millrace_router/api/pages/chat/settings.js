@@ -75,16 +75,23 @@ const settings = {
     return fields;
   },
 
-  /** Marks the setting of a SettingError; null marks none. */
+  /** Marks the setting of a SettingError, and says below it what is wrong, in view; null marks none. */
   showFault(error) {
-    for (const id of SETTINGS) byId(id).removeAttribute("aria-invalid");
-    for (const id of Object.keys(FOLDED)) byId(`${id}-fault`).hidden = error?.id !== id;
-    if (error === null) return;
-    byId(error.id).setAttribute("aria-invalid", "true");
-    if (error.id in FOLDED) {
-      byId(`${error.id}-fault`).textContent = error.message;
-      byId(FOLDED[error.id]).open = true;
+    for (const id of SETTINGS) {
+      byId(id).removeAttribute("aria-invalid");
+      byId(id).removeAttribute("aria-describedby");
     }
+    const fault = byId("fault");
+    fault.hidden = error === null;
+    if (error === null) return;
+    const input = byId(error.id);
+    if (error.id in FOLDED) byId(FOLDED[error.id]).open = true;
+    input.setAttribute("aria-invalid", "true");
+    input.setAttribute("aria-describedby", fault.id);
+    input.closest("label").after(fault);
+    fault.textContent = error.message;
+    input.focus();
+    fault.scrollIntoView({ block: "nearest" });
   },
 };
 

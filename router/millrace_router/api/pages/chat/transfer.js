@@ -46,7 +46,8 @@ function addMessage(conversation, message, index) {
     const call = conversation.turns.flatMap((turn) => turn.calls ?? []).findLast((one) => one.id === id);
     if (call) call.result = text;
   } else if (role === "user") {
-    conversation.add({ role, content: text });
+    const images = imagesOf(content);
+    conversation.add({ role, content: text, ...(images.length > 0 ? { images } : {}) });
   } else if (role === "assistant") {
     const turn = { role, content: text, stats: null };
     if (typeof thought === "string") turn.thought = thought;
@@ -68,6 +69,42 @@ function textOf(content) {
   if (typeof content === "string") return content;
   if (!Array.isArray(content)) return "";
   return content.map((part) => (typeof part?.text === "string" ? part.text : "")).join("");
+}
+
+/** The addresses of the images of a content. */
+function imagesOf(content) {
+  if (!Array.isArray(content)) return [];
+  return content
+    .map((part) => (part?.type === "image_url" ? (part.image_url?.url ?? part.image_url) : null))
+    .filter((url) => typeof url === "string");
+}
+
+/** What `read` has beyond the records that are here; a conversation that goes on from one here takes its place. */
+function newOnes(read, records) {
+  const here = records.map((record) => ({ id: record.id, texts: textsOf(Conversation.of(structuredClone(record))) }));
+  return read.filter((conversation) => {
+    const texts = textsOf(conversation);
+    if (here.some((other) => beginsWith(other.texts, texts))) return false;
+    const older = here.find((other) => other.texts.length > 0 && beginsWith(texts, other.texts) && !answers.has(other.id));
+    if (older) conversation.id = older.id;
+    return true;
+  });
+}
+
+/** Each message of a conversation as text, to compare it with others. */
+function textsOf(conversation) {
+  return conversation.messages("").map((message) => JSON.stringify(message));
+}
+
+function beginsWith(texts, start) {
+  return start.length <= texts.length && start.every((text, at) => text === texts[at]);
+}
+
+/** What an import says, of the conversations in the file and those that were here. */
+function importText(read, known) {
+  const count = read === 1 ? "1 conversation read" : `${read} conversations read`;
+  if (known === 0) return `${count}.`;
+  return read === known ? `${count}: nothing new.` : `${count}, ${known} of them known already.`;
 }
 
 /** Has the browser save a file. */

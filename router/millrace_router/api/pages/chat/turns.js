@@ -16,7 +16,7 @@ class TurnView {
     this.fold = el("details", { class: "thought", hidden: true }, el("summary", {}), this.thought);
     this.calls = new CallsView(turn, () => on.results());
     const who = el("span", { class: "visually-hidden" }, this.isUser ? "You" : "Answer");
-    const parts = [this.fold, this.text, this.calls.node, this.note, this.below];
+    const parts = [imagesElement(turn.images), this.fold, this.text, this.calls.node, this.note, this.below];
     this.node = el("li", { class: `turn ${turn.role}` }, who, ...parts);
     this.markdown = this.isUser ? null : new Markdown(this.text);
     this.showText();
@@ -103,7 +103,8 @@ class TurnView {
       editor.replaceWith(this.text, this.below);
       this.below.querySelector("button")?.focus();
     };
-    const editor = editorElement(this.turn.content, { send: this.on.edit, leave });
+    const mayBeEmpty = Boolean(this.turn.images);
+    const editor = editorElement(this.turn.content, { send: this.on.edit, leave, mayBeEmpty });
     this.node.classList.add("editing");
     this.below.remove();
     this.text.replaceWith(editor);

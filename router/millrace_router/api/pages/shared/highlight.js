@@ -2,7 +2,9 @@
 
 // Colours of code. Prism cuts the text into tokens, and elements are made of them one by one.
 
-const MAX_COLOURED = 50000;
+/** Characters of a text and of its lines above which they get no colours: Prism may take the square of their number. */
+const MAX_COLOURED = 10000;
+const MAX_COLOURED_LINE = 500;
 /** Names that models give to languages, where Prism has another one. */
 const LANGUAGE_NAMES = {
   console: "bash",
@@ -35,12 +37,16 @@ function coloured(text, language) {
   const word = language.toLowerCase().split(/[\s,{:]/, 1)[0];
   const name = LANGUAGE_NAMES[word] ?? word;
   const grammar = Object.hasOwn(Prism.languages, name) ? Prism.languages[name] : null;
-  if (grammar === null || typeof grammar !== "object" || text.length > MAX_COLOURED) return [text];
+  if (grammar === null || typeof grammar !== "object" || !isColourable(text)) return [text];
   const work = { code: text, grammar, language: name };
   Prism.hooks.run("before-tokenize", work);
   work.tokens = Prism.tokenize(work.code, work.grammar);
   Prism.hooks.run("after-tokenize", work);
   return tokenNodes(work.tokens);
+}
+
+function isColourable(text) {
+  return text.length <= MAX_COLOURED && text.split("\n").every((line) => line.length <= MAX_COLOURED_LINE);
 }
 
 function tokenNodes(token) {

@@ -3,13 +3,18 @@
 // Markdown as models write it, made into elements one by one: what a model says is never parsed as HTML.
 
 const MAX_NESTING = 8;
-const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`\n]*)$/;
-const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*$/;
-const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
+/** Characters of a line above which it is not read as Markdown. */
+const MAX_LINE = 5000;
+const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?=[ \t])/;
+const RULE = /^ {0,3}(?:(?:-[ \t]*){3,}|(?:\*[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const TASK = /^\[([ xX])\][ \t]+/;
-const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])(?:[ \t]+(.*)|)$/;
+const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])(?:[ \t]+(.*)|)$/s;
 const QUOTE = /^ {0,3}>[ \t]?/;
-const TABLE_RULE = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const TABLE_RULE = /^:?-+:?$/;
+const FORMULA = /^[ \t]*(\\\[|\$\$|\\begin\{)/;
+const FORMULA_ENDS = { "\\[": "\\]", $$: "$$", "\\begin{": "\\end{" };
+
 /** Shows a text that grows; parts that are finished stay the elements that they are. */
 class Markdown {
   constructor(node) {
@@ -40,7 +45,7 @@ class Markdown {
   }
 }
 
-/** Cuts lines into blocks: `{kind, lines}`. */
+/** Cuts lines into blocks: `{kind, lines}`. Each line is read a few times, whatever the others are. */
 function blocksOf(lines) {
   const blocks = [];
   for (let at = 0; at < lines.length; ) {
@@ -58,13 +63,24 @@ function blocksOf(lines) {
 
 function kindAt(lines, at) {
   const line = lines[at];
+  if (line.length > MAX_LINE) return "plain";
   if (FENCE.test(line)) return "code";
   if (HEADING.test(line)) return "heading";
   if (RULE.test(line)) return "rule";
   if (ITEM.test(line)) return "list";
   if (QUOTE.test(line)) return "quote";
-  if (line.includes("|") && lines[at + 1]?.includes("-") && TABLE_RULE.test(lines[at + 1])) return "table";
-  return "paragraph";
+  if (line.includes("|") && lines[at + 1]?.includes("-") && isTableRule(lines[at + 1])) return "table";
+  return isOpenFormula(line) ? "formula" : "paragraph";
+}
+
+function isTableRule(line) {
+  return line.length <= MAX_LINE && cellsOf(line).every((cell) => TABLE_RULE.test(cell));
+}
+
+/** Whether a formula of several lines begins; one that ends where it began is part of a paragraph. */
+function isOpenFormula(line) {
+  const mark = FORMULA.exec(line)?.[1];
+  return mark !== undefined && !line.includes(FORMULA_ENDS[mark], line.indexOf(mark) + mark.length);
 }
 
 const one = (_, at) => at + 1;
@@ -78,6 +94,13 @@ function until(lines, at, ends) {
 const END_OF = {
   heading: one,
   rule: one,
+  plain: one,
+  /** An environment ends with its paragraph, since there may be others in it. */
+  formula(lines, at) {
+    const end = FORMULA_ENDS[FORMULA.exec(lines[at])[1]];
+    const last = until(lines, at, (line) => line.trim() === "" || (end !== "\\end{" && line.includes(end)));
+    return last < lines.length && lines[last].trim() !== "" ? last + 1 : last;
+  },
   code(lines, at) {
     const mark = FENCE.exec(lines[at])[1];
     const isEnd = (line) => {
@@ -88,12 +111,13 @@ const END_OF = {
   },
   list(lines, at) {
     const marks = indentOf(lines[at]);
+    const texts = textsAfter(lines, at);
     return until(lines, at, (line, index) => {
       if (line.trim() !== "") {
         const isPart = ITEM.test(line) || indentOf(line) > marks || lines[index - 1].trim() !== "";
         return !isPart || (indentOf(line) <= marks && ["code", "heading", "rule"].includes(kindAt(lines, index)));
       }
-      const next = lines.slice(index + 1).find((later) => later.trim() !== "");
+      const next = texts(index);
       return next === undefined || !(ITEM.test(next) || indentOf(next) > marks);
     });
   },
@@ -102,6 +126,15 @@ const END_OF = {
   paragraph: (lines, at) =>
     until(lines, at, (line, index) => line.trim() === "" || kindAt(lines, index) !== "paragraph"),
 };
+
+/** A function of rising places: the first line after one that is not blank. */
+function textsAfter(lines, at) {
+  let next = at;
+  return (place) => {
+    if (next <= place) next = until(lines, place, (line) => line.trim() !== "");
+    return lines[next];
+  };
+}
 
 function indentOf(line) {
   return line.replaceAll("\t", "    ").search(/\S|$/);
@@ -118,10 +151,12 @@ function blockElement({ kind, lines }, depth) {
 const ELEMENT_OF = {
   paragraph: (lines) => el("p", {}, ...inline(lines.join("\n").trim())),
   heading(lines) {
-    const [, marks, text] = HEADING.exec(lines[0]);
-    return el(`h${Math.min(marks.length + 1, 6)}`, {}, ...inline(text));
+    const [begin, marks] = HEADING.exec(lines[0]);
+    return el(`h${Math.min(marks.length + 1, 6)}`, {}, ...inline(withoutClosing(lines[0].slice(begin.length))));
   },
   rule: () => el("hr"),
+  plain: (lines) => el("p", {}, lines[0]),
+  formula: (lines) => el("p", {}, lines.join("\n")),
   quote: (lines, depth) =>
     el("blockquote", {}, ...blockElements(lines.map((line) => line.replace(QUOTE, "")), depth + 1)),
   code(lines) {
@@ -140,8 +175,11 @@ const ELEMENT_OF = {
     return el(isOrdered ? "ol" : "ul", isOrdered && number !== 1 ? { start: String(number) } : {}, ...items);
   },
   table(lines) {
-    const [head, , ...rows] = lines.map(cellsOf);
-    const row = (cells, tag) => el("tr", {}, ...head.map((_, at) => el(tag, {}, ...inline(cells[at] ?? ""))));
+    const [head, rules, ...rows] = lines.map(cellsOf);
+    const sides = rules.map(sideOf);
+    const cell = (text, tag, at) => el(tag, { class: sides[at] ?? null }, ...inline(text));
+    // Only the cells that are written: short rows below a long head would make the square of the text.
+    const row = (cells, tag) => el("tr", {}, ...cells.slice(0, head.length).map((text, at) => cell(text, tag, at)));
     const body = el("tbody", {}, ...rows.map((cells) => row(cells, "td")));
     return el("div", { class: "table", tabindex: "0" }, el("table", {}, el("thead", {}, row(head, "th")), body));
   },
@@ -175,7 +213,30 @@ function itemsOf(lines) {
   return items;
 }
 
+/** The text of a heading, without the marks that may close it. */
+function withoutClosing(text) {
+  const line = text.trim();
+  let end = line.length;
+  while (line[end - 1] === "#") end -= 1;
+  return end === 0 || isBlank(line[end - 1]) ? line.slice(0, end).trim() : line;
+}
+
+/** The side of a column, by its cell in the rule; null where that says nothing. */
+function sideOf(rule) {
+  if (!rule.endsWith(":")) return rule.startsWith(":") ? "left" : null;
+  return rule.startsWith(":") ? "center" : "right";
+}
+
+/** The cells of a row. */
 function cellsOf(line) {
-  const row = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
-  return row.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+  const row = line.trim();
+  const cells = [];
+  let from = row.startsWith("|") ? 1 : 0;
+  for (let at = from; at < row.length; at += 1) {
+    if (row[at] !== "|" || row[at - 1] === "\\") continue;
+    cells.push(row.slice(from, at));
+    from = at + 1;
+  }
+  if (from < row.length) cells.push(row.slice(from));
+  return cells.map((cell) => cell.trim().replaceAll("\\|", "|"));
 }

@@ -36,7 +36,12 @@ struct Attention {
   int64_t window;  // 0 for none
   float scale, softcap;  // of products with keys as they are stored; softcap 0 for none
   const float* sinks = nullptr;  // scores of the heads that have no value, or null
+  const int32_t* key_ends = nullptr;  // of each query, which rise within a sequence; null: each ends with its own key
 
+  // The end of the keys that query `token` of the step sees, at `position` of its sequence.
+  int64_t key_end(int64_t token, int64_t position) const {
+    return key_ends == nullptr ? position + 1 : key_ends[token];
+  }
   int64_t group() const { return heads / pages.heads; }
   int64_t tile_tokens() const { return std::max<int64_t>(1, kTileRows / group()); }
 };
@@ -79,7 +84,7 @@ struct ChunkScales {
   }
 };
 
-// Working memory of bytes() for the pages of a chunk as values of T; null if the cache has no codes.
+// Working memory of bytes() for the pages of a chunk as values of T, or for the values of latents; null without both.
 template <typename T>
 struct WidenedPages {
   T *keys = nullptr, *values = nullptr;
@@ -87,13 +92,14 @@ struct WidenedPages {
   WidenedPages() = default;
 
   WidenedPages(char* memory, const Pages& pages) {
-    if (!pages.has_codes()) return;
+    if (bytes(pages) == 0) return;
     keys = reinterpret_cast<T*>(memory);
-    values = keys + kChunk * pages.dim;
+    values = keys + (pages.is_latent() ? 0 : kChunk * pages.dim);
   }
 
   static int64_t bytes(const Pages& pages) {
-    return pages.has_codes() ? 2 * kChunk * pages.dim * static_cast<int64_t>(sizeof(T)) : 0;
+    const int64_t dims = pages.is_latent() ? pages.value_dim : pages.has_codes() ? 2 * pages.dim : 0;
+    return kChunk * dims * static_cast<int64_t>(sizeof(T));
   }
 
   // Page `index` of the chunk, of keys or values: as it is, or widened into `to` if it has codes.
@@ -102,6 +108,16 @@ struct WidenedPages {
     T* const widened = to + index * kPage * pages.dim;
     widen_codes(widened, pages.page<uint8_t>(all, block, head), kPage * pages.dim, pages.stored);
     return widened;
+  }
+
+  const T* key_page(const Pages& pages, int64_t index, int64_t block, int64_t head) const {
+    return page(keys, pages.keys, pages, index, block, head);
+  }
+  const T* value_page(const Pages& pages, int64_t index, int64_t block, int64_t head) const {
+    if (!pages.is_latent()) return page(values, pages.values, pages, index, block, head);
+    T* const to = values + index * kPage * pages.value_dim;
+    values_of_latents(to, pages.page<T>(pages.keys, block, head), pages.value_dim);
+    return to;
   }
 };
 
@@ -126,7 +142,7 @@ struct Workspace {
   ChunkScales scales;
 
   Workspace(Scratch& scratch, const Attention<T>& a)
-      : rows(round_up(a.tile_tokens() * a.group(), 16)), lane_dim(round_up(a.pages.dim, kLanes)) {
+      : rows(round_up(a.tile_tokens() * a.group(), 16)), lane_dim(round_up(a.pages.value_dim, kLanes)) {
     const int64_t floats = rows * (kChunk + lane_dim + 2);
     const int64_t small = rows * (kChunk + a.pages.dim), wide = WidenedPages<T>::bytes(a.pages);
     char* data = scratch.reserve(floats * sizeof(float) + small * sizeof(T) + wide + ChunkScales::bytes());
@@ -199,13 +215,14 @@ void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile
 
   w.scales.load(a.pages, table, num_pages, tile.head);
   for (int64_t page = 0; page < num_pages; page++) {
-    const T* keys = w.widened.page(w.widened.keys, a.pages.keys, a.pages, page, table[page], tile.head);
+    const T* keys = w.widened.key_page(a.pages, page, table[page], tile.head);
     blas::brgemm(rows, kPage, dim, dim, kPage, kChunk, false, w.queries, keys, w.scores + page * kPage, interleaved);
   }
   for (int64_t row = 0; row < used; row++) {
     const int64_t position = before + tile.first + row / group;
     const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
-    const Range seen{std::max<int64_t>(0, oldest - chunk), std::min(num_pages * kPage, position + 1 - chunk)};
+    const int64_t seen_end = a.key_end(a.starts[tile.sequence] + tile.first + row / group, position);
+    const Range seen{std::max<int64_t>(0, oldest - chunk), std::min(num_pages * kPage, seen_end - chunk)};
     if (seen.low < seen.high) {
       softmax_row(a, w, row, seen, num_pages * kPage);
     } else {
@@ -213,9 +230,9 @@ void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile
     }
   }
   for (int64_t page = 0; page < num_pages; page++) {
-    const T* values = w.widened.page(w.widened.values, a.pages.values, a.pages, page, table[page], tile.head);
-    blas::brgemm(rows, dim, kPage, kChunk, dim, w.lane_dim, true, w.weights + page * kPage, values, w.sums,
-                 interleaved);
+    const T* values = w.widened.value_page(a.pages, page, table[page], tile.head);
+    blas::brgemm(rows, a.pages.value_dim, kPage, kChunk, a.pages.value_dim, w.lane_dim, true, w.weights + page * kPage,
+                 values, w.sums, interleaved);
   }
 }
 
@@ -230,17 +247,18 @@ void attend_tile(const Attention<T>& a, const Workspace<T>& w, const Tile& tile)
   start_rows(a, tile, rows, 1.f, w.row_max, w.row_sum);
   std::fill_n(w.sums, rows * w.lane_dim, 0.f);
 
-  const int64_t end = before + tile.last;
+  const int64_t end = a.key_end(start + tile.last - 1, before + tile.last - 1);
   const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, before + tile.first - a.window + 1) : 0;
   for (int64_t chunk = round_down(oldest, kChunk); chunk < end; chunk += kChunk) attend_chunk(a, w, tile, chunk, end);
 
   for (int64_t row = 0; row < rows; row++) {
     const float inverse = a.pages.value_scale() / w.row_sum[row];
     const float* sums = w.sums + row * w.lane_dim;
-    T* to = a.out + ((start + tile.first + row / group) * a.heads + tile.head * group + row % group) * dim;
+    const int64_t width = a.pages.value_dim;
+    T* to = a.out + ((start + tile.first + row / group) * a.heads + tile.head * group + row % group) * width;
     int64_t i = 0;
-    for (; i + kLanes <= dim; i += kLanes) save(to + i, load(sums + i) * Vec(inverse));
-    for (; i < dim; i++) to[i] = static_cast<T>(sums[i] * inverse);
+    for (; i + kLanes <= width; i += kLanes) save(to + i, load(sums + i) * Vec(inverse));
+    for (; i < width; i++) to[i] = static_cast<T>(sums[i] * inverse);
   }
 }
 
@@ -254,6 +272,13 @@ inline void check_sequences(const at::Tensor& tables, const at::Tensor& starts, 
   TORCH_CHECK(start[0] == 0 && start[count] == rows, "millrace: bad sequence lengths");
 }
 
+// The data of key_ends [rows] int32, or null.
+inline const int32_t* ends_of(const std::optional<at::Tensor>& key_ends, int64_t rows) {
+  if (!key_ends) return nullptr;
+  TORCH_CHECK(key_ends->is_contiguous() && key_ends->numel() == rows && key_ends->scalar_type() == at::kInt);
+  return key_ends->const_data_ptr<int32_t>();
+}
+
 // Fills `tiles`, late tokens first since they have the most keys, and returns the number of pages that they read.
 // Throws for lengths and blocks that are out of range; code inside the parallel region must not throw.
 template <typename T>
@@ -264,6 +289,11 @@ int64_t plan_tiles(const Attention<T>& a, std::vector<Tile>& tiles) {
   for (int64_t sequence = a.sequences - 1; sequence >= 0; sequence--) {
     const int64_t tokens = a.starts[sequence + 1] - a.starts[sequence], context = a.contexts[sequence];
     TORCH_CHECK(tokens >= 0 && tokens <= context && context <= a.table_width * kPage, "millrace: bad sequence lengths");
+    for (int64_t token = 0; a.key_ends != nullptr && token < tokens; token++) {
+      const int64_t at = a.starts[sequence] + token, end = a.key_ends[at];
+      TORCH_CHECK(end > context - tokens + token && end <= context && (token == 0 || end >= a.key_ends[at - 1]),
+                  "millrace: bad ends of keys");
+    }
     for (int64_t page = 0; page * kPage < context; page++) {
       const int32_t block = a.tables[sequence * a.table_width + page];
       TORCH_CHECK(block >= 0 && block < a.pages.blocks, "millrace: block out of range");

@@ -21,30 +21,16 @@ constexpr int kFewRows = 4;
 
 inline int64_t passes(int64_t rows) { return (rows + kMostRows - 1) / kMostRows; }
 
-// sums += left x right of a pair (bfloat16) or a quad (int8) of K; `left` is the same in all lanes.
-template <Format kFormat>
-__m512 add_products(__m512 sums, __m512i left, __m512i right) {
-  if constexpr (kFormat == Format::kInt8) {
-#if defined(__AVX512VNNI__)
-    return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sums), right, left));
-#else
-    // 16 bits cannot hold the sum of two products, so the even and odd values of the quads are multiplied separately.
-    const __m512i right_even = _mm512_and_si512(right, _mm512_set1_epi16(0xff));
-    const __m512i left_even = _mm512_srai_epi16(_mm512_slli_epi16(left, 8), 8);
-    const __m512i even = _mm512_madd_epi16(left_even, right_even);
-    const __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(left, 8), _mm512_srli_epi16(right, 8));
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sums), _mm512_add_epi32(even, odd)));
-#endif
-  } else {
+// sums += left x right of a pair of K; `left` is the same in all lanes.
+inline __m512 add_products(__m512 sums, __m512i left, __m512i right) {
 #if defined(__AVX512BF16__)
-    return _mm512_dpbf16_ps(sums, (__m512bh)left, (__m512bh)right);
+  return _mm512_dpbf16_ps(sums, (__m512bh)left, (__m512bh)right);
 #else
-    const __m512i high = _mm512_set1_epi32(0xffff0000);
-    const auto even = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); };
-    const auto odd = [&](__m512i pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, high)); };
-    return _mm512_fmadd_ps(even(left), even(right), _mm512_fmadd_ps(odd(left), odd(right), sums));
+  const __m512i high = _mm512_set1_epi32(0xffff0000);
+  const auto even = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); };
+  const auto odd = [&](__m512i pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, high)); };
+  return _mm512_fmadd_ps(even(left), even(right), _mm512_fmadd_ps(odd(left), odd(right), sums));
 #endif
-  }
 }
 
 inline __m512i load_left(const BFloat16* pair) {
@@ -88,7 +74,7 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
           const __m512i shared = load_left(left + row * kDepth + 2 * pair);
 #pragma GCC unroll 4
           for (int tile = first; tile < last; tile++)
-            totals[tile][row] = add_products<Format::kBFloat16>(totals[tile][row], shared, values[tile]);
+            totals[tile][row] = add_products(totals[tile][row], shared, values[tile]);
         }
       };
       if constexpr (kIsTileByTile) {

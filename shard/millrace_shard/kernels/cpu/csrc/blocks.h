@@ -154,9 +154,11 @@ class AttentionHalf {
     outs_ = LoraSite(adapters, lora_first + 3, {0}, second_, result_.width);
   }
 
-  // Sinks [heads] float32 of the queries, if any, and whether the weight of the norm is multiplied before rounding.
-  void set_options(const std::optional<at::Tensor>& sinks, bool wide) {
+  // Sinks [heads] float32 of the queries, if any, whether the weight of the norm is multiplied before rounding, and the
+  // ends of the keys that each query sees, [rows] int32, if any.
+  void set_options(const std::optional<at::Tensor>& sinks, bool wide, const std::optional<at::Tensor>& key_ends) {
     input_.wide = wide;
+    attention_.key_ends = ends_of(key_ends, result_.count);
     if (!sinks) return;
     TORCH_CHECK(sinks->is_contiguous() && sinks->numel() == heads_.queries);
     attention_.sinks = sinks->const_data_ptr<float>();
@@ -248,13 +250,14 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
                      at::TensorList cache, const at::Tensor& tables, const at::Tensor& starts,
                      const at::Tensor& contexts, int64_t num_heads, double scale, int64_t window,
                      const std::optional<at::Tensor>& lora_rows, const std::optional<at::Tensor>& lora_table,
-                     int64_t lora_first, const std::optional<at::Tensor>& sinks, bool wide) {
+                     int64_t lora_first, const std::optional<at::Tensor>& sinks, bool wide,
+                     const std::optional<at::Tensor>& key_ends) {
   Adapters adapters(lora_rows, lora_table, lora_first, kAttentionModules, y.size(0));
   const Places places{rope, positions, cache_rows, tables, starts, contexts};
   AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, cache,
                      num_heads, scale, window, adapters, lora_first);
   static thread_local std::vector<Tile> planned;
-  half.set_options(sinks, wide);
+  half.set_options(sinks, wide, key_ends);
   half.plan(planned);
   const std::vector<Tile>& tiles = planned;
   if (y.size(0) != 0) run_team([&](Team& team) { half(team, tiles); });

@@ -12,6 +12,7 @@ constexpr float kLog2E = 1.442695040888963f;
 struct Chunk {
   Tile tile;
   int64_t begin, end;  // the keys that the tile's last query sees
+  int64_t first;  // the position of the tile's first query
 
   // The number of keys that are read: those that any query sees, rounded up to whole tiles.
   int64_t size() const { return std::min(kChunk, round_up(end - begin, tiles::kDepth)); }
@@ -23,16 +24,18 @@ struct Chunk {
   }
   // The part of the chunk that a row sees.
   Range seen(const Attention<BFloat16>& a, int64_t row) const {
-    const int64_t position = end - tile.last + tile.first + row / a.group();
+    const int64_t token = row / a.group(), position = first + token;
     const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
-    return {std::max<int64_t>(0, oldest - begin), std::min(size(), position + 1 - begin)};
+    const int64_t seen_end = a.key_end(a.starts[tile.sequence] + tile.first + token, position);
+    return {std::max<int64_t>(0, oldest - begin), std::min(size(), seen_end - begin)};
   }
 };
 
 inline Chunk first_chunk(const Attention<BFloat16>& a, const Tile& tile) {
-  const int64_t before = a.contexts[tile.sequence] - (a.starts[tile.sequence + 1] - a.starts[tile.sequence]);
+  const int64_t start = a.starts[tile.sequence], before = a.contexts[tile.sequence] - (a.starts[tile.sequence + 1] - start);
   const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, before + tile.first - a.window + 1) : 0;
-  return {tile, round_down(oldest, kChunk), before + tile.last};
+  const int64_t end = a.key_end(start + tile.last - 1, before + tile.last - 1);
+  return {tile, round_down(oldest, kChunk), end, before + tile.first};
 }
 
 // Prefetches the pages of the next chunk while the current one is computed, a few lines at a time: many at once would
@@ -47,11 +50,11 @@ class Ahead {
     for (int64_t page = 0; page < pages; page++) {
       const int64_t at = a_.pages.scale_offset(table[page], chunk.tile.head) / kPage * page_bytes_;
       pages_[page] = static_cast<const char*>(a_.pages.keys) + at;
-      pages_[pages + page] = static_cast<const char*>(a_.pages.values) + at;
+      if (!a_.pages.is_latent()) pages_[pages + page] = static_cast<const char*>(a_.pages.values) + at;
       if (a_.pages.has_scales()) fetch_scales(a_.pages.scale_offset(table[page], chunk.tile.head));
     }
     page_ = next_ = 0;
-    count_ = 2 * pages;
+    count_ = a_.pages.is_latent() ? pages : 2 * pages;
   }
 
   void fetch() {
@@ -122,7 +125,7 @@ void softmax_chunk(const Attention<BFloat16>& a, const Workspace& w, int64_t row
   w.row_sum[row] = w.row_sum[row] * keep + sum(total + total_odd);
   w.row_max[row] = now;
   if (keep != 1.f)
-    for (int64_t i = 0; i < w.dim; i += kLanes) save(w.sum(row, i), load(w.sum(row, i)) * kept);
+    for (int64_t i = 0; i < a.pages.value_dim; i += kLanes) save(w.sum(row, i), load(w.sum(row, i)) * kept);
 }
 
 }  // namespace millrace

@@ -4,17 +4,17 @@
 // group by group. So a row's bits depend on the row alone.
 #pragma once
 
-#include "few_rows.h"
+#include "many_rows.h"
 
 namespace millrace {
 
-// Calls emit as PanelLoop does. Codes are unpacked into tiles once for all rows.
-//
-// On AMX the sums of a group are added to the results between the products of the next group.
+#ifdef MILLRACE_AMX
+// The loop on AMX. Codes are unpacked into tiles once for all rows, and the sums of a group are added to the results
+// between the products of the next group.
 template <typename Emit>
-class CodeLoop {
+class AmxCodeLoop {
  public:
-  CodeLoop(const CodePanels& panels, const CodedRows& rows, const tiles::Tiled& x, const Emit& emit)
+  AmxCodeLoop(const CodePanels& panels, const CodedRows& rows, const tiles::Tiled& x, const Emit& emit)
       : w_(panels), rows_(rows), x_(x), emit_(emit) {
     static thread_local Scratch scratch;
     constexpr int64_t kSumsBytes = kBlocksAtOnce * kBlockSums * sizeof(float);
@@ -28,7 +28,6 @@ class CodeLoop {
   // Multiplies panels [begin, end), at most kPanelsAtOnce with more than a block of rows, with at most kRowsAtOnce rows
   // from `first` on.
   void multiply(int64_t begin, int64_t end, int64_t first, int64_t rows) {
-    if (multiplies_in_registers(rows)) return multiply_in_registers(begin, end, first, rows);
     place_ = 0;
     if (rows <= kBlock) {
       for (int64_t panel = begin; panel < end; panel++)
@@ -48,6 +47,7 @@ class CodeLoop {
   void finish() { work_until(pending_.count); }  // adds and emits the remaining sums
 
  private:
+  static constexpr int64_t kFewSteps = 8;  // that are unpacked at once for a single block of rows
   static constexpr int64_t kBlock = 2 * tiles::kRows;
   static constexpr int64_t kBlockSums = 4 * tiles::kSums;
   static constexpr int64_t kBlocksAtOnce = kPanelsAtOnce * kRowsAtOnce / kBlock;
@@ -74,52 +74,6 @@ class CodeLoop {
     return w_.group_steps >= most ? most : most / w_.group_steps * w_.group_steps;
   }
 
-  // Whether codes become operands in registers, anew for every few rows. Otherwise tiles of operands are stored first, for
-  // all rows. That pays with many rows, with slow lookups earlier, and with small groups, whose sums would go through
-  // memory, later.
-  bool multiplies_in_registers([[maybe_unused]] int64_t rows) const {
-#if defined(CPU_CAPABILITY_AVX512)
-    if (tiles::on_amx()) return false;
-    return rows <= kMostFewRows || (w_.header->codes != Codes::kTable8 && (rows <= kBlock || w_.group_steps == 1));
-#else
-    return false;
-#endif
-  }
-
-  // Multiplies a few rows at a time: with few rows panel by panel, and with many the panels one after the other for
-  // the same rows, which stay in the caches.
-  void multiply_in_registers([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end,
-                             [[maybe_unused]] int64_t first, [[maybe_unused]] int64_t rows) const {
-#if defined(CPU_CAPABILITY_AVX512)
-    const int64_t tiles_of_rows = (rows + tiles::kRows - 1) / tiles::kRows;
-    const auto multiply_tile = [&](int64_t panel, int64_t tile) {
-      const int64_t row = first + tile * tiles::kRows, count = std::min(tiles::kRows, rows - tile * tiles::kRows);
-      const int64_t passes = (count + kMostFewRows - 1) / kMostFewRows;
-      for (int64_t pass = 0; pass < passes; pass++)
-        multiply_pass(panel, row, {count * pass / passes, count * (pass + 1) / passes});
-    };
-    if (rows <= kBlock) {
-      for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t tile = 0; tile < tiles_of_rows; tile++) multiply_tile(panel, tile);
-    } else {
-      for (int64_t tile = 0; tile < tiles_of_rows; tile++)
-        for (int64_t panel = begin; panel < end; panel++) multiply_tile(panel, tile);
-    }
-#endif
-  }
-
-#if defined(CPU_CAPABILITY_AVX512)
-  // Multiplies some rows of the tile whose first row is `row`.
-  void multiply_pass(int64_t panel, int64_t row, Range of_tile) const {
-    const int64_t first = row + of_tile.low, count = of_tile.high - of_tile.low;
-    multiply_few(w_, rows_, panel, x_.rows(row) + of_tile.low * tiles::kDepth, first, count, results_);
-    for (int64_t i = 0; i < count; i++) {
-      const float* sums = results_ + i * kPanelColumns;
-      emit_(panel, first + i, sums, sums + tiles::kColumns);
-    }
-  }
-#endif
-
   void multiply_part(int64_t panel, int64_t first, int64_t rows, int64_t step, int64_t most) {
     const int64_t end = std::min(w_.steps, step + part_steps(most)), blocks = (rows + kBlock - 1) / kBlock;
     // Where the sums of a group go on in the next part, each block keeps its own.
@@ -135,8 +89,7 @@ class CodeLoop {
         turn_ = 1 - turn_;
         done_ = 0;
         pending_ = {panel, row, count, run.group, sums, results_ + (place_ + block) * kBlockSums};
-        const bool waits = tiles::on_amx() && !(kExpands && is_last(run.group));
-        if (!waits) finish();
+        if (kExpands && is_last(run.group)) finish();
       }
     }
   }
@@ -147,7 +100,7 @@ class CodeLoop {
   void unpack(std::vector<Run>& runs, int64_t panel, int64_t begin, int64_t end, bool shares) {
     runs.clear();
     const int64_t parts = w_.header->parts;
-    if (tiles::on_amx()) side_ = 1 - side_;  // its products may not have read the last part's tiles yet
+    side_ = 1 - side_;  // the products may not have read the last part's tiles yet
     char* to = tiles_ + side_ * 2 * kTilesBytes;
     for (int64_t step = begin; step < end;) {
       const uint8_t* codes = w_.codes(panel, step);
@@ -171,7 +124,7 @@ class CodeLoop {
       for (int64_t part = 0; part < parts; part++) {
         run.tiles[part] = reinterpret_cast<const BFloat16*>(to + part * kTilesBytes);
         const uint8_t* ahead = codes + (shares ? w_.panel_bytes : kAhead);
-        unpack_steps<Format::kBFloat16>(*w_.header, part, codes, run.steps, to + part * kTilesBytes, ahead);
+        unpack_steps(*w_.header, part, codes, run.steps, to + part * kTilesBytes, ahead);
       }
       runs.push_back(run);
       to += run.steps * kStepBytes;
@@ -198,8 +151,7 @@ class CodeLoop {
     if (done_ >= end) return;
     const int64_t first = done_;
     done_ = end;
-    const uint8_t* scales = w_.scales(pending_.panel, pending_.group);
-    for (int64_t i = 0; i < kPanelColumns; i += kLanes) add_sums(scales, i, first, end);
+    for (int64_t i = 0; i < kPanelColumns; i += kLanes) add_sums(i, first, end);
     if (!is_last(pending_.group)) return;
     if constexpr (kExpands) expand();
     for (int64_t row = first; row < end; row++) {
@@ -215,11 +167,11 @@ class CodeLoop {
   }
 
   // results += scales * sums + offsets * (sums of the rows over the group), for kLanes outputs of rows [begin, end).
-  void add_sums(const uint8_t* scales, int64_t i, int64_t begin, int64_t end) {
+  void add_sums(int64_t i, int64_t begin, int64_t end) {
     const int64_t group = pending_.group;
-    const Vec scale = load_scales(scales, w_.header->scales, i);
+    const Vec scale = w_.load_scale(pending_.panel, group, i);
     const bool has_offsets = w_.offset_size > 0;
-    const Vec offset = has_offsets ? load_scales(scales + w_.scale_size, w_.header->offsets, i) : Vec(0.f);
+    const Vec offset = has_offsets ? w_.load_offset(pending_.panel, group, i) : Vec(0.f);
     for (int64_t row = begin; row < end; row++) {
       const int64_t place = place_of(row, i), number = pending_.row + row;
       Vec total = group == 0 ? Vec(0.f) : load(pending_.results + place);
@@ -231,12 +183,9 @@ class CodeLoop {
 
   // Lets the tile unit add deltas to the results of a block, all of whose rows are complete.
   void expand() const {
-#ifdef MILLRACE_AMX
-    if (!tiles::on_amx()) return;
     amx::load_sums(pending_.results, pending_.count);
     emit_.expand_block(pending_.panel, pending_.row, pending_.count);
     amx::store_sums(pending_.results, pending_.count);
-#endif
   }
 
   static constexpr int64_t kStepBytes = kPanelTile * sizeof(BFloat16);
@@ -249,6 +198,73 @@ class CodeLoop {
   char* tiles_;
   int64_t place_ = 0, done_ = 0, turn_ = 0, side_ = 0;
   Block pending_{0, 0, 0, 0, nullptr, nullptr};
+};
+#endif
+
+// Calls emit as PanelLoop does.
+template <typename Emit>
+class CodeLoop {
+ public:
+  CodeLoop(const CodePanels& panels, const CodedRows& rows, const tiles::Tiled& x, const Emit& emit)
+      : w_(panels),
+        rows_(rows),
+        x_(x),
+        emit_(emit),
+        many_(panels, rows, x)
+#ifdef MILLRACE_AMX
+        ,
+        amx_(panels, rows, x, emit)
+#endif
+  {
+  }
+
+  // Multiplies panels [begin, end) with at most kRowsAtOnce rows from `first` on.
+  void multiply(int64_t begin, int64_t end, int64_t first, int64_t rows) {
+#ifdef MILLRACE_AMX
+    if (tiles::on_amx()) return amx_.multiply(begin, end, first, rows);
+#endif
+    if (rows <= most_in_registers(w_)) return multiply_few_rows(begin, end, first, rows);
+    for (int64_t panel = begin; panel < end; panel += kPanelsAtOnce)
+      many_.multiply(panel, std::min(end, panel + kPanelsAtOnce), first, rows, emit_);
+  }
+
+  // Adds and emits the remaining sums.
+  void finish() {
+#ifdef MILLRACE_AMX
+    amx_.finish();
+#endif
+  }
+
+ private:
+  void multiply_few_rows(int64_t begin, int64_t end, int64_t first, int64_t rows) const {
+    const FewLeft left = few_rows_of(x_, first, rows, w_.steps);
+    for (int64_t panel = begin; panel < end; panel++)
+      for (int64_t tile = 0; tile < rows; tile += FewLeft::kTogether) {
+        const int64_t count = std::min(FewLeft::kTogether, rows - tile);
+        const int64_t passes = (count + kMostFewRows - 1) / kMostFewRows;
+        for (int64_t pass = 0; pass < passes; pass++)
+          multiply_pass(panel, left, first, {tile + count * pass / passes, tile + count * (pass + 1) / passes});
+      }
+  }
+
+  // Multiplies `rows` of those from `first` on.
+  void multiply_pass(int64_t panel, const FewLeft& left, int64_t first, Range rows) const {
+    alignas(64) float sums[kMostFewRows * kPanelColumns];
+    multiply_few(w_, rows_, panel, left.from(rows.low), first + rows.low, rows.high - rows.low, sums);
+    for (int64_t row = rows.low; row < rows.high; row++) {
+      const float* of_row = sums + (row - rows.low) * kPanelColumns;
+      emit_(panel, first + row, of_row, of_row + tiles::kColumns);
+    }
+  }
+
+  const CodePanels& w_;
+  const CodedRows& rows_;
+  const tiles::Tiled& x_;
+  const Emit& emit_;
+  ManyRows many_;
+#ifdef MILLRACE_AMX
+  AmxCodeLoop<Emit> amx_;
+#endif
 };
 
 }  // namespace millrace

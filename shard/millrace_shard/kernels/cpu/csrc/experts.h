@@ -224,7 +224,7 @@ inline const float* floats_or_null(const at::Tensor& values, int64_t count) {
 
 // y [rows, hidden] = the sum of the chosen experts of x [rows, hidden] times their shares; both bfloat16. The router
 // has a weight [experts, hidden], a bias and a correction [experts] or empty, all float32; `rule` holds top_k, scoring,
-// renormalise, groups and top_groups. Experts are in an ExpertTable each for gates and ups, in gated panels, and for
+// renormalise, groups, top_groups and group_members. Experts are in an ExpertTable each for gates and ups, in gated panels, and for
 // down; biases are [experts, outputs] or empty. A positive `limit` stands for the gates of gpt-oss.
 void experts(at::Tensor y, const at::Tensor& x, const at::Tensor& router, const at::Tensor& router_bias,
              const at::Tensor& correction, at::IntArrayRef rule, double scale, const at::Tensor& gate_up,
@@ -235,12 +235,13 @@ void experts(at::Tensor y, const at::Tensor& x, const at::Tensor& router, const 
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && x.sizes() == y.sizes() && width % tiles::kDepth == 0);
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 && y.scalar_type() == at::kBFloat16);
   TORCH_CHECK(router.is_contiguous() && router.scalar_type() == at::kFloat && router.size(1) == width);
-  TORCH_CHECK(rule.size() == 5 && rule[0] > 0 && rule[0] <= count && rule[1] >= 0 && rule[1] <= 2);
+  TORCH_CHECK(rule.size() == 6 && rule[0] > 0 && rule[0] <= count && rule[1] >= 0 && rule[1] <= 2);
   TORCH_CHECK(rule[3] > 0 && count % rule[3] == 0 && rule[4] > 0 && rule[4] <= rule[3]);
+  TORCH_CHECK(rule[5] == 1 || rule[5] == 2);
   TORCH_CHECK(rule[3] <= Router::kMostGroups, "millrace: too many groups of experts");
   const Router choice{router.const_data_ptr<float>(), floats_or_null(router_bias, count),
                       floats_or_null(correction, count), count, width, rule[0], static_cast<Scoring>(rule[1]),
-                      rule[2] != 0, rule[3], rule[4], static_cast<float>(scale)};
+                      rule[2] != 0, rule[3], rule[4], rule[5], static_cast<float>(scale)};
   const ExpertTable first(gate_up, gate_up_bias, count, width, 2 * inner);
   const ExpertTable second(down, down_bias, count, inner, width);
   if (rows == 0) return;

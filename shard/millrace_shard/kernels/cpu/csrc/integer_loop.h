@@ -5,35 +5,30 @@
 
 namespace millrace {
 
-// Calls emit as PanelLoop does. Few rows are multiplied with codes that become operands in registers, anew for every few
-// rows; so are all rows where there is no AMX. With AMX, tiles of operands are stored first, for all rows of the loop.
+// Calls emit as PanelLoop does. A part of a panel is unpacked once for all rows. With vectors, they are multiplied a few
+// at a time; with AMX, in blocks of 32, of which few are left to vectors.
 template <typename Emit>
 class IntegerLoop {
  public:
   IntegerLoop(const CodePanels& panels, const CodedRows& rows, const tiles::Tiled& x, const Emit& emit)
-      : w_(panels), rows_(rows), x_(x), emit_(emit) {
-    static thread_local Scratch scratch;
-    constexpr int64_t kSums = kPanelsAtOnce * kRowsAtOnce * kPanelColumns + 2 * kBlockSums;
-    char* memory = scratch.reserve(kSums * static_cast<int64_t>(sizeof(float)) + kTilesBytes);
-    results_ = reinterpret_cast<float*>(memory);
-    turns_ = results_ + kPanelsAtOnce * kRowsAtOnce * kPanelColumns;
-    tiles_ = memory + kSums * static_cast<int64_t>(sizeof(float));
-  }
+      : w_(panels), rows_(rows), x_(x), emit_(emit), memory_(scratch()), part_(memory_ + kStatesBytes) {}
 
   // Multiplies panels [begin, end), at most kPanelsAtOnce with more than a block of rows, with at most kRowsAtOnce rows
   // from `first` on.
   void multiply(int64_t begin, int64_t end, int64_t first, int64_t rows) {
 #ifdef MILLRACE_AMX
-    if (tiles::on_amx() && (kExpands || rows > kMostIntegerRows)) return multiply_tiles(begin, end, first, rows);
+    if (tiles::on_amx() && !w_.is_half && w_.header->input_parts == 1 && rows > kMostIntegerRows)
+      return multiply_tiles(begin, end, first, rows);
 #endif
-    const int64_t tiles_of_rows = (rows + tiles::kRows - 1) / tiles::kRows;
-    if (rows <= kBlock) {
-      for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t tile = 0; tile < tiles_of_rows; tile++) multiply_rows(panel, first, rows, tile);
-    } else {
-      // The rows of a tile stay in the caches.
-      for (int64_t tile = 0; tile < tiles_of_rows; tile++)
-        for (int64_t panel = begin; panel < end; panel++) multiply_rows(panel, first, rows, tile);
+    const ScalesOf scales = rows == 1 ? scales_of_row(w_) : ScalesOf::kPart;
+    for (int64_t panel = begin; panel < end; panel++) {
+      for (int64_t step = 0; step < w_.steps; step += part_steps(kFewSteps)) {
+        const int64_t last = std::min(w_.steps, step + part_steps(kFewSteps));
+        part_.read(w_, panel, step, last, scales == ScalesOf::kPart);
+        if (unpacks(rows)) part_.unpack(w_);
+        multiply_part(first, rows, w_.codes(panel, step) + kAhead, scales);
+      }
+      emit_rows(panel, first, rows);
     }
   }
 
@@ -42,98 +37,131 @@ class IntegerLoop {
  private:
   static constexpr int64_t kBlock = 2 * tiles::kRows;
   static constexpr int64_t kBlockSums = 4 * tiles::kSums;
-  static constexpr int64_t kStepBytes = kPanelTile * sizeof(BFloat16);
-  static constexpr int64_t kTilesBytes = tiles::kPart * kStepBytes;
+  static constexpr int64_t kFewSteps = 8;  // whose values stay in the first-level cache
+  static constexpr int64_t kAhead = 12288;
+  static constexpr int64_t kFewPasses = 3;  // of rows, with which it pays to unpack codes anew for each pass
+  static constexpr int64_t kStatesBytes = kRowsAtOnce * static_cast<int64_t>(sizeof(RowState));
   static constexpr bool kExpands = requires(const Emit& emit) { emit.expand_block(0, 0, 0); };
 
-  // Multiplies the rows of a tile with a panel, a few at a time.
-  void multiply_rows(int64_t panel, int64_t first, int64_t rows, int64_t tile) const {
-    const int64_t begin = first + tile * tiles::kRows, count = std::min(tiles::kRows, rows - tile * tiles::kRows);
-    const int64_t passes = (count + kMostIntegerRows - 1) / kMostIntegerRows;
-    for (int64_t pass = 0; pass < passes; pass++) {
-      const int64_t low = count * pass / passes, high = count * (pass + 1) / passes;
-      const BFloat16* left = x_.rows(begin) + low * tiles::kDepth;
-      multiply_integers(w_, rows_, panel, left, begin + low, high - low, results_);
-      for (int64_t row = low; row < high; row++) {
-        const float* sums = results_ + (row - low) * kPanelColumns;
-        emit_(panel, begin + row, sums, sums + tiles::kColumns);
+  static char* scratch() {
+    static thread_local Scratch scratch;
+    return scratch.reserve(kStatesBytes + IntegerPart::kBytes + kTilesBytes);
+  }
+
+  RowState* state(int64_t row) const { return reinterpret_cast<RowState*>(memory_) + row; }
+
+  // Whether codes are unpacked before they are multiplied.
+  bool unpacks(int64_t rows) const {
+    if (w_.header->codes == Codes::kInteger8) return false;
+    return rows > kFewPasses * most_integer_rows(w_) || !unpacks_in_registers(w_.header->codes);
+  }
+
+  // How many steps are unpacked at once: at most `most`, and whole groups if one fits.
+  int64_t part_steps(int64_t most) const {
+    return w_.group_steps >= most ? most : most / w_.group_steps * w_.group_steps;
+  }
+
+  // Multiplies all rows with the part. Memory from `ahead` on is prefetched.
+  void multiply_part(int64_t first, int64_t rows, const uint8_t* ahead, ScalesOf scales) const {
+    for (int64_t tile = 0; tile < rows; tile += tiles::kRows) {
+      const int64_t count = std::min(tiles::kRows, rows - tile);
+      const int64_t most = most_integer_rows(w_), passes = (count + most - 1) / most;
+      const int8_t* left = reinterpret_cast<const int8_t*>(x_.rows(first + tile));
+      for (int64_t pass = 0; pass < passes; pass++) {
+        const int64_t low = count * pass / passes, high = count * (pass + 1) / passes;
+        multiply_integers(w_, rows_, left + low * tiles::kTileStride, first + tile + low, high - low, part_,
+                          state(tile + low), ahead, scales);
+        ahead = nullptr;
       }
     }
   }
 
+  void emit_rows(int64_t panel, int64_t first, int64_t rows) {
 #ifdef MILLRACE_AMX
-  // Half a step of a block of rows, whose sums are to be added to the results.
-  struct Half {
-    int64_t panel, row, count, index;  // the index among the halves of all steps
+    if (kExpands && tiles::on_amx()) return emit_blocks(panel, first, rows);
+#endif
+    for (int64_t row = 0; row < rows; row++) {
+      const float* totals = state(row)->totals;
+      emit_(panel, first + row, totals, totals + tiles::kColumns);
+    }
+  }
+
+#ifdef MILLRACE_AMX
+  // Results of kPanelsAtOnce panels with two kinds of sums, and the sums of a block that are new and those before.
+  static constexpr int64_t kResults = kPanelsAtOnce * kRowsAtOnce * kPanelColumns * 2;
+  static constexpr int64_t kTilesBytes = (kResults + 2 * kBlockSums) * static_cast<int64_t>(sizeof(float));
+
+  // A step of a block of rows, whose sums are to be added to the results.
+  struct Step {
+    int64_t panel, row, count, step;
     const float* sums;
     float* results;
   };
 
+  float* results() const { return reinterpret_cast<float*>(memory_ + kStatesBytes + IntegerPart::kBytes); }
+
   void multiply_tiles(int64_t begin, int64_t end, int64_t first, int64_t rows) {
+    const int64_t steps = part_steps(IntegerPart::kMostSteps);
     if (rows <= kBlock) {
       for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t step = 0; step < w_.steps; step += tiles::kPart) multiply_part(panel, first, rows, step);
+        for (int64_t step = 0; step < w_.steps; step += steps) multiply_tiles_of_part(panel, first, rows, step);
     } else {
-      for (int64_t step = 0; step < w_.steps; step += tiles::kPart)
-        for (int64_t panel = begin; panel < end; panel++) multiply_part(panel, first, rows, step);
+      for (int64_t step = 0; step < w_.steps; step += steps)
+        for (int64_t panel = begin; panel < end; panel++) multiply_tiles_of_part(panel, first, rows, step);
     }
   }
 
-  // Multiplies up to kPart steps of a panel.
-  void multiply_part(int64_t panel, int64_t first, int64_t rows, int64_t begin) {
-    const int64_t end = std::min(w_.steps, begin + tiles::kPart), blocks = (rows + kBlock - 1) / kBlock;
-    unpack(panel, begin, end);
-    for (int64_t block = 0; block < blocks; block++) {
+  void multiply_tiles_of_part(int64_t panel, int64_t first, int64_t rows, int64_t begin) {
+    const int64_t end = std::min(w_.steps, begin + part_steps(IntegerPart::kMostSteps));
+    part_.read(w_, panel, begin, end, true);
+    part_.unpack(w_);
+    const uint8_t* ahead = w_.codes(panel, begin) + w_.panel_bytes;
+    for (int64_t i = 0; i < (end - begin) * w_.step_bytes; i += 64)
+      asm volatile("prefetcht0 %0" : : "m"(ahead[i]));
+    float* turns = results() + kResults;
+    for (int64_t block = 0; block * kBlock < rows; block++) {
       const int64_t row = first + block * kBlock, count = std::min(kBlock, rows - block * kBlock);
-      float* results = results_ + (panel % kPanelsAtOnce * kRowsAtOnce / kBlock + block) * kBlockSums;
-      Half before{panel, row, 0, 0, nullptr, results};
-      for (int64_t half = 2 * begin; half < 2 * end; half++) {
-        float* sums = turns_ + half % 2 * kBlockSums;
-        const char* left = reinterpret_cast<const char*>(x_.rows(row) + half / 2 * tiles::kTile) + half % 2 * kRounded;
+      float* results = this->results() + (panel % kPanelsAtOnce * kRowsAtOnce / kBlock + block) * 2 * kBlockSums;
+      Step before{panel, row, 0, 0, nullptr, results};
+      for (int64_t step = begin; step < end; step++) {
+        float* sums = turns + step % 2 * kBlockSums;
+        const char* left = reinterpret_cast<const char*>(x_.rows(row) + step / 2 * tiles::kTile) + step % 2 * kRounded;
         const char* low = left + x_.stride * tiles::kTile * sizeof(BFloat16);
-        const char* right = tiles_ + (half / 2 - begin) * kStepBytes + half % 2 * kStepBytes / 4;
+        const char* right = reinterpret_cast<const char*>(part_.values()) + (step - begin) * kStepValues;
         int64_t done = 0;
         amx::multiply_half(left, low, count, right, sums, [&] {
           const int64_t until = std::min(before.count, done + (before.count + tiles::kPauses - 1) / tiles::kPauses);
           add(before, done, until);
           done = until;
         });
-        before = {panel, row, count, half, sums, results};
+        before = {panel, row, count, step, sums, results};
       }
       add(before, 0, count);
       if (end == w_.steps) emit_block(before);
     }
   }
 
-  // Unpacks steps [begin, end) of a panel into tiles.
-  void unpack(int64_t panel, int64_t begin, int64_t end) {
-    char* to = tiles_;
-    for (int64_t step = begin; step < end;) {
-      const int64_t last = std::min(end, step - step % w_.group_steps + w_.group_steps);
-      const uint8_t* codes = w_.codes(panel, step);
-      unpack_steps<tiles::Format::kInt8>(*w_.header, 0, codes, last - step, to, codes + w_.panel_bytes);
-      to += (last - step) * kStepBytes;
-      step = last;
-    }
-  }
-
-  // Adds the sums of rows [begin, end) of a block to their results.
-  void add(const Half& half, int64_t begin, int64_t end) const {
+  // Adds the sums of rows [begin, end) of a block to their results, in the order of IntegerRows.
+  void add(const Step& of, int64_t begin, int64_t end) const {
     if (begin >= end) return;
-    const int64_t per_group = w_.is_half ? 1 : 2 * w_.group_steps, group = half.index / per_group;
-    if (group >= w_.groups) return;  // the padding of the last step
-    const GroupScales of(w_, w_.scales(half.panel, group));
-    const bool adds_offsets = w_.offset_size > 0 && ((half.index + 1) % per_group == 0 || half.index + 1 == 2 * w_.steps);
+    const int64_t group = of.step / w_.group_steps;
+    const bool begins = of.step % w_.group_steps == 0;
+    const bool ends = (of.step + 1) % w_.group_steps == 0 || of.step + 1 == w_.steps;
     for (int64_t row = begin; row < end; row++) {
-      const RoundedInputs& rounded = rows_.rounded(half.row + row)[half.index];
-      for (int i = 0; i < GroupScales::kVectors; i++) {
-        const int64_t place = place_of(row, i);
-        const __m512i sums = _mm512_load_si512(half.sums + place);
-        const Vec number = _mm512_cvtepi32_ps(_mm512_add_epi32(sums, _mm512_set1_epi32(rounded.start)));
-        Vec total = half.index == 0 ? Vec(0.f) : load(half.results + place);
-        total = add_scaled(total, number, rounded.scale, of.scales[i]);
-        if (adds_offsets) total = at::vec::fmadd(of.offsets[i], Vec(rows_.sums(half.row + row)[group]), total);
-        save(half.results + place, total);
+      const RoundedInputs& rounded = rows_.rounded(of.row + row)[of.step];
+      for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
+        const int64_t place = place_of(row, i / kLanes);
+        float *total = of.results + place, *partial = total + kBlockSums;
+        const __m512i numbers = _mm512_add_epi32(_mm512_load_si512(of.sums + place), all_ints(rounded.starts[0]));
+        const Vec sum = at::vec::fmadd(to_float(numbers), Vec(rounded.scale), begins ? Vec(0.f) : load(partial));
+        if (!ends) {
+          save(partial, sum);
+          continue;
+        }
+        Vec result = at::vec::fmadd(sum, load(part_.scales(group) + i), group == 0 ? Vec(0.f) : load(total));
+        if (w_.offset_size > 0)
+          result = at::vec::fmadd(load(part_.offsets(group) + i), Vec(rows_.sums(of.row + row)[group]), result);
+        save(total, result);
       }
     }
   }
@@ -143,7 +171,7 @@ class IntegerLoop {
     return row / tiles::kRows * 2 * tiles::kSums + i * tiles::kSums + row % tiles::kRows * tiles::kColumns;
   }
 
-  void emit_block(const Half& last) const {
+  void emit_block(const Step& last) const {
     if constexpr (kExpands) {
       amx::load_sums(last.results, last.count);
       emit_.expand_block(last.panel, last.row, last.count);
@@ -152,14 +180,28 @@ class IntegerLoop {
     for (int64_t row = 0; row < last.count; row++)
       emit_(last.panel, last.row + row, last.results + place_of(row, 0), last.results + place_of(row, 1));
   }
+
+  // Emits the states of rows as blocks.
+  void emit_blocks(int64_t panel, int64_t first, int64_t rows) const {
+    for (int64_t block = 0; block < rows; block += kBlock) {
+      const int64_t count = std::min(kBlock, rows - block);
+      for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < 2; i++)
+          std::memcpy(results() + place_of(row, i), state(block + row)->totals + i * tiles::kColumns,
+                      tiles::kColumns * sizeof(float));
+      emit_block({panel, first + block, count, 0, nullptr, results()});
+    }
+  }
+#else
+  static constexpr int64_t kTilesBytes = 0;
 #endif
 
   const CodePanels& w_;
   const CodedRows& rows_;
   const tiles::Tiled& x_;
   const Emit& emit_;
-  float *results_, *turns_;
-  char* tiles_;
+  char* memory_;
+  IntegerPart part_;
 };
 
 }  // namespace millrace

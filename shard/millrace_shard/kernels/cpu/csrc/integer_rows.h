@@ -1,219 +1,420 @@
-// Integer products of a few rows at a time with panels of codes.
+// Integer products of a few rows at a time with a part of a panel.
 //
-// Sums over kRounded inputs are exact. They are added to the row's result one after the other, scaled as a weight's
-// group and the row's inputs are. So a row's bits depend neither on other rows nor on the unit that computes the sums.
+// Sums over 32 inputs, or over a group of 16, are exact. Those of a group are added one after the other, scaled as the
+// row's inputs are, and then, scaled as the group is, to the row's result. So a row's bits depend neither on other rows
+// nor on the instructions that compute the sums.
 #pragma once
 
 #include "coded_rows.h"
-#include "unpack.h"
+#include "integer_part.h"
 
 namespace millrace {
 
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__)
+#define MILLRACE_QUADS 1
+inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm512_dpbusd_epi32(sums, values, left); }
+#elif !defined(CPU_CAPABILITY_AVX512) && defined(__AVXVNNI__)
+#define MILLRACE_QUADS 1
+inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm256_dpbusd_avx_epi32(sums, values, left); }
+#elif !defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define MILLRACE_QUADS 1
+inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm256_dpbusd_epi32(sums, values, left); }
+#endif
+
+#if defined(MILLRACE_QUADS)
+constexpr bool kHasQuads = true;
+#else
+constexpr bool kHasQuads = false;
+#endif
+
+// Bytes of inputs, or rows with one each, whose sums fit into registers.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int64_t kMostIntegerRows = 8;
+constexpr int64_t kMostIntegerRows = 6;
 #else
 constexpr int64_t kMostIntegerRows = 4;
 #endif
 
-// total + scale * (sums * worth), for kLanes outputs.
-inline Vec add_scaled(const Vec& total, const Vec& sums, float worth, const Vec& scale) {
-  return at::vec::fmadd(sums * Vec(worth), scale, total);
+// The most rows of a weight that are multiplied at a time.
+inline int64_t most_integer_rows(const CodePanels& w) { return kMostIntegerRows / w.header->input_parts; }
+
+#if !defined(MILLRACE_QUADS)
+// How many quads of products a sum of 16 bits holds, which a pair of inputs adds up to 2 * 128 * the largest value to.
+// 0: values of 8 bits, whose halves are multiplied each for itself.
+inline int summed_quads(int64_t largest) { return largest < 16 ? 8 : largest < 32 ? 4 : largest < 64 ? 2 : 0; }
+#endif
+
+// Where the scales and offsets of a part are: in the part, or behind the codes of each step, which is a group then.
+enum class ScalesOf { kPart, kHalfSteps, kUnitSteps };  // in float16; counts of a unit that all steps share
+
+// Where a single row takes scales from: one stream of memory is faster than two, unless products of bytes take longer.
+inline ScalesOf scales_of_row(const CodePanels& w) {
+  const CodeHeader& header = *w.header;
+  const bool in_registers = header.codes == Codes::kInteger4 || (header.codes == Codes::kInteger8 && kHasQuads);
+  if (!in_registers || header.input_parts != 1 || w.group_steps != 1 || w.is_half) return ScalesOf::kPart;
+  if (header.offsets != ScaleType::kNone && header.offsets != header.scales) return ScalesOf::kPart;
+  if (header.scales == ScaleType::kHalf) return ScalesOf::kHalfSteps;
+  return header.scales == ScaleType::kUnits ? ScalesOf::kUnitSteps : ScalesOf::kPart;
 }
 
-// The scales and the offsets of a group, for 32 outputs.
-struct GroupScales {
-  static constexpr int kVectors = kPanelColumns / kLanes;
-  Vec scales[kVectors], offsets[kVectors];
-
-  GroupScales(const CodePanels& w, const uint8_t* from) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kVectors; i++) scales[i] = load_scales(from, w.header->scales, i * kLanes);
-    if (w.offset_size == 0) return;
-#pragma GCC unroll 4
-    for (int i = 0; i < kVectors; i++) offsets[i] = load_scales(from + w.scale_size, w.header->offsets, i * kLanes);
-  }
+// A row's result so far, and the sum of a group that is not complete, for 32 outputs each.
+struct RowState {
+  alignas(64) float totals[kPanelColumns], sums[kPanelColumns];
 };
 
-template <Codes kCodes, int kRows>
+// Everything is inlined: the sums are in registers only as long as no function takes their address.
+template <Codes kCodes, int kSummed, int kParts, int kRows, ScalesOf kScales = ScalesOf::kPart>
 class IntegerRows {
  public:
-  IntegerRows(const CodePanels& w, const CodedRows& rows) : w_(w), rows_(rows) {}
+  // Rows from `first` on, which have their operand from `left` on.
+  IntegerRows(const CodePanels& w, const CodedRows& rows, const int8_t* left, int64_t first)
+      : w_(w),
+        rows_(rows),
+        left_(left),
+        first_(first),
+        stride_(rows.rounded_stride()),
+        lower_(w.lower_bytes()),
+        values_(*w.header) {}
 
-  // sums [kRows, 32] = left [kRows, K] x panel. `left` has row `first`.
-  void operator()(int64_t panel, const BFloat16* left, int64_t first, float* sums) const {
-    Totals totals;
-    totals.clear();
-    const RoundedInputs* rounded = rows_.rounded(first);
-    const uint8_t* block = w_.data + panel * w_.panel_bytes;
-    const Lines lines(*w_.header, 0);
-    int64_t group = 0;
-    for (int64_t step = 0; step < w_.steps; step += w_.group_steps, block += w_.block_bytes) {
-      const int64_t count = std::min(w_.group_steps, w_.steps - step);
-      const uint8_t *codes = block, *scales = block + count * w_.step_bytes;
-      const int64_t parts = w_.is_half ? 2 : 1, halves = w_.is_half ? 1 : 2 * count;
-      for (int64_t part = 0; part < parts && group < w_.groups; part++, group++) {
-        const GroupScales of(w_, scales + part * (w_.scale_size + w_.offset_size));
-        for (int64_t half = part; half < part + halves; half++, rounded++)
-          add(lines, codes + half / 2 * w_.step_bytes, half % 2, left + half / 2 * tiles::kTile, rounded, of, totals);
-        if (w_.offset_size > 0) add_offsets(first, group, of, totals);
-      }
-      left += count * tiles::kTile;
+  // Adds the products with a part to `states` [kRows]. As many bytes from `ahead` on as the part has are prefetched, except
+  // for one row and larger groups: the CPU's own prefetching is faster then. Scales after each step, which are read before
+  // the codes, disturb it.
+  void operator()(const IntegerPart& part, RowState* states, const uint8_t* ahead) const {
+    Vec totals[kVectors][kRows];
+    each([&](int i, int row) {
+      totals[i][row] = part.begin() == 0 ? Vec(0.f) : load(states[row].totals + i * kLanes);
+    });
+    if constexpr (kScales != ScalesOf::kPart) {
+      add_whole_steps(part, totals);
+    } else if (w_.is_half) {
+      add_half_steps(part, totals, ahead);
+    } else if (w_.group_steps == 1) {
+      add_steps(part, totals, ahead);
+    } else {
+      add_groups(part, states, totals, kRows == 1 ? nullptr : ahead);
     }
-    totals.store(sums);
+    each([&](int i, int row) { save(states[row].totals + i * kLanes, totals[i][row]); });
   }
 
  private:
-  using Lines = Unpacker<tiles::Format::kInt8, kCodes>;
-  static constexpr int kVectors = GroupScales::kVectors;
-  static constexpr int64_t kQuads = kRounded / 4;
-  static constexpr int64_t kLinesOfHalf = kQuads / Lines::kRows;
-  static constexpr int64_t kAhead = 4096;
+  static constexpr int kVectors = kPanelColumns / kLanes;
+  static constexpr int kLefts = kParts * kRows;
+  // Registers of values that are multiplied together with a value of the left operand.
+  static constexpr int kTogether = kVectors == 2 ? 2 : kSummed == 0 ? 1 : 2;
+  static constexpr int64_t kRowBytes = tiles::kTileStride;
+  static constexpr bool kBeginsWithStarts = kHasQuads;  // they take registers otherwise
 
-#if defined(CPU_CAPABILITY_AVX512)
-  struct Totals {
-    Vec values[kVectors][kRows];
-
-    void clear() {
-#pragma GCC unroll 2
-      for (int i = 0; i < kVectors; i++)
+  template <typename Body>
+  [[gnu::always_inline]] static void each(const Body& body) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++)
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; row++) values[i][row] = Vec(0.f);
-    }
-    void store(float* sums) const {
+      for (int row = 0; row < kRows; row++) body(i, row);
+  }
+
+  const int8_t* left_of(int64_t step) const {
+    return left_ + (step >> 1) * tiles::kTile * static_cast<int64_t>(sizeof(BFloat16)) + (step & 1) * tiles::kDepth;
+  }
+
+  // Prefetches the lines of `bytes` bytes, if there are any, and returns what follows them.
+  static const uint8_t* prefetch(const uint8_t* ahead, int64_t bytes) {
+    if (ahead == nullptr) return nullptr;
+    const uint8_t* end = ahead + bytes;
+    // The compiler removes a loop of intrinsics, since nothing depends on them.
+    for (; ahead < end; ahead += 64) asm volatile("prefetcht1 %0" : : "m"(*ahead));
+    return end;
+  }
+
+  // Calls body(vector) for the first of each kTogether vectors of the outputs.
+  template <typename Body>
+  [[gnu::always_inline]] static void each_vectors(const Body& body) {
+    if constexpr (kVectors == kTogether) return body(0);
+#pragma GCC unroll 1
+    for (int vector = 0; vector < kVectors; vector += kTogether) body(vector);
+  }
+
+  // Calls add(i, row, sums) with the sums of kCount quads of a step, from the quad kFirst on, for kTogether vectors of the
+  // outputs from `vector` on. They include the start `half` of the rows.
+  template <int kFirst, int kCount, typename Add>
+  [[gnu::always_inline]] void products(const uint8_t* values, int vector, const int8_t* left, const RoundedInputs* rounded,
+                                       int half, const Add& add) const {
+    // The compiler would keep the left operand for all vectors, which takes more registers than there are.
+    if constexpr (kVectors != kTogether) asm volatile("" : "+r"(left));
+    Ints numbers[kTogether][kLefts];
+    const auto start = [&](int row) { return all_ints(rounded[row * stride_].starts[half]); };
+    if constexpr (kBeginsWithStarts)
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; row++)
-#pragma GCC unroll 2
-        for (int i = 0; i < kVectors; i++) save(sums + row * kPanelColumns + i * kLanes, values[i][row]);
-    }
-  };
-
-  // Adds the products of one half of a step, whose codes are at `codes`.
-  void add(const Lines& lines, const uint8_t* codes, int64_t half, const BFloat16* left, const RoundedInputs* rounded,
-           const GroupScales& of, Totals& totals) const {
-    const int64_t stride = rows_.rounded_stride();
-    codes += half * kLinesOfHalf * Lines::kLine;
-    left += half * tiles::kDepth / 2;
-#pragma GCC unroll 2
-    for (int tile = 0; tile < kVectors; tile++, codes += 2 * kLinesOfHalf * Lines::kLine) {
-      __m512i values[kQuads];
+#pragma GCC unroll 4
+        for (int i = 0; i < kTogether; i++) {
+          if constexpr (kParts == 2) numbers[i][2 * row + 1] = all_ints(0);
+          numbers[i][kParts * row] = start(row);
+        }
+    sum<kFirst, kCount>(values, vector * kIntsBytes, left, numbers);
 #pragma GCC unroll 8
-      for (int line = 0; line < kLinesOfHalf; line++) {
-        const uint8_t* from = codes + line * Lines::kLine;
-        _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T0);
-        __m512i of_line[Lines::kRows];
-        lines(from, of_line);
-#pragma GCC unroll 2
-        for (int i = 0; i < Lines::kRows; i++) values[line * Lines::kRows + i] = of_line[i];
-      }
-#pragma GCC unroll 8
-      for (int row = 0; row < kRows; row++) {
-        __m512 sum = _mm512_castsi512_ps(_mm512_set1_epi32(rounded[row * stride].start));
-#pragma GCC unroll 8
-        for (int quad = 0; quad < kQuads; quad++)
-          sum = avx512::add_products<tiles::Format::kInt8>(
-              sum, avx512::load_left(left + row * tiles::kDepth + 2 * quad), values[quad]);
-        const Vec number = _mm512_cvtepi32_ps(_mm512_castps_si512(sum));
-        totals.values[tile][row] =
-            add_scaled(totals.values[tile][row], number, rounded[row * stride].scale, of.scales[tile]);
+    for (int row = 0; row < kRows; row++) {
+      [[maybe_unused]] const Ints added = start(row);
+#pragma GCC unroll 4
+      for (int i = 0; i < kTogether; i++) {
+        Ints lower = numbers[i][kParts * row];
+        if constexpr (kParts == 2) lower = add_ints(lower, times_256(numbers[i][kParts * row + 1]));
+        if constexpr (!kBeginsWithStarts) lower = add_ints(lower, added);
+        add(vector + i, row, to_float(lower));
       }
     }
   }
 
-  void add_offsets(int64_t first, int64_t group, const GroupScales& of, Totals& totals) const {
+  // A quad of a row's inputs, of which part 0 has the lowest bytes.
+  Ints load_left(const int8_t* left, int number, int quad) const {
+    const int8_t* at = left + number / kParts * kRowBytes + quad * 4;
+    if (kParts == 2 && number % 2 == 0) at += lower_;
+    int32_t bits;
+    std::memcpy(&bits, at, sizeof bits);
+    return all_ints(bits);
+  }
+
+  // Calls body(quad, its number among kCount, values), where quads are compile-time constants.
+  template <int kFirst, int kCount, typename Body>
+  [[gnu::always_inline]] void each_quad(const uint8_t* codes, int64_t at, const Body& body) const {
+    repeat<kCount>([&](auto number) __attribute__((always_inline)) {
+      Ints right[kTogether];
+#pragma GCC unroll 4
+      for (int i = 0; i < kTogether; i++)
+        right[i] = values_.template quad<kFirst + number()>(codes, at + i * kIntsBytes);
+      body(number(), right);
+    });
+  }
+
+#if defined(MILLRACE_QUADS)
+  template <int kFirst, int kCount>
+  [[gnu::always_inline]] void sum(const uint8_t* codes, int64_t at, const int8_t* left,
+                                  Ints (&numbers)[kTogether][kLefts]) const {
+    each_quad<kFirst, kCount>(codes, at, [&](int quad, const Ints(&right)[kTogether]) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; row++) {
-      const Vec sum(rows_.sums(first + row)[group]);
-#pragma GCC unroll 2
-      for (int i = 0; i < kVectors; i++)
-        totals.values[i][row] = at::vec::fmadd(of.offsets[i], sum, totals.values[i][row]);
-    }
+      for (int row = 0; row < kLefts; row++) {
+        const Ints shared = load_left(left, row, kFirst + quad);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTogether; i++) numbers[i][row] = add_quads(numbers[i][row], right[i], shared);
+      }
+    });
   }
 #else
-  // Totals do not fit into registers beside sums.
-  struct Totals {
-    alignas(64) float values[kRows * kPanelColumns];
-
-    void clear() { std::fill_n(values, kRows * kPanelColumns, 0.f); }
-    void store(float* sums) const { std::memcpy(sums, values, sizeof values); }
-  };
-
-  // Adds the products of one half of a step, whose codes are at `codes`. Quads are split into their even and their odd
-  // values, which are widened to 16 bits: 8 bits cannot hold the products of quads.
-  void add(const Lines& lines, const uint8_t* codes, int64_t half, const BFloat16* left, const RoundedInputs* rounded,
-           const GroupScales& of, Totals& totals) const {
-    const int64_t stride = rows_.rounded_stride();
-    codes += half * kLinesOfHalf * Lines::kLine;
-    left += half * tiles::kDepth / 2;
-    alignas(32) int32_t even[kRows][kQuads], odd[kRows][kQuads];
-    for (int row = 0; row < kRows; row++) {
-      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(left + row * tiles::kDepth));
-      const __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(even[row]), low);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(odd[row]), _mm256_srai_epi16(bytes, 8));
-    }
-    for (int i = 0; i < kVectors; i++) {
-      const int tile = i / 2;
-      alignas(64) char values[kQuads * Lines::kLine];
-      const uint8_t* from = codes + tile * 2 * kLinesOfHalf * Lines::kLine;
-      if (i % 2 == 0)
-        for (int line = 0; line < kLinesOfHalf; line++, from += Lines::kLine) {
-          _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T0);
-          lines.store(from, values + line * Lines::kRows * Lines::kLine);
-        }
-      __m256i sums[kRows];
+  // Sums of pairs, of 16 bits, are added to numbers, which have no start, before they could overflow.
+  template <int kFirst, int kCount>
+  [[gnu::always_inline]] void sum(const uint8_t* codes, int64_t at, const int8_t* left,
+                                  Ints (&numbers)[kTogether][kLefts]) const {
+    constexpr int kHalves = kSummed == 0 ? 2 : 1;  // of a value
+    constexpr int kAtOnce = kSummed == 0 ? kCount : std::min(kSummed, kCount);
+    Ints pairs[kHalves][kTogether][kLefts];
+    each_quad<kFirst, kCount>(codes, at, [&](int quad, const Ints(&right)[kTogether]) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+      for (int part = 0; part < kHalves; part++) {
+        Ints values[kTogether];
 #pragma GCC unroll 4
-      for (int row = 0; row < kRows; row++) sums[row] = _mm256_set1_epi32(rounded[row * stride].start);
+        for (int i = 0; i < kTogether; i++)
+          values[i] = kHalves == 1 ? right[i] : both(part == 0 ? right[i] : shift_right<4>(right[i]), all_bytes(0x0f));
 #pragma GCC unroll 8
-      for (int quad = 0; quad < kQuads; quad++) {
-        const __m256i both =
-            _mm256_load_si256(reinterpret_cast<const __m256i*>(values + quad * Lines::kLine + i % 2 * 32));
-        const __m256i right_even = _mm256_and_si256(both, _mm256_set1_epi16(0xff));
-        const __m256i right_odd = _mm256_srli_epi16(both, 8);
+        for (int row = 0; row < kLefts; row++) {
+          const Ints shared = load_left(left, row, kFirst + quad);
 #pragma GCC unroll 4
-        for (int row = 0; row < kRows; row++) {
-          sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(_mm256_set1_epi32(even[row][quad]), right_even));
-          sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(_mm256_set1_epi32(odd[row][quad]), right_odd));
+          for (int i = 0; i < kTogether; i++) {
+            Ints& sum = pairs[part][i][row];
+            const Ints product = multiply_bytes(values[i], shared);
+            sum = quad % kAtOnce == 0 ? product : add_words(sum, product);
+            keep_order(sum);
+          }
         }
-      }
+        if (quad % kAtOnce != kAtOnce - 1) continue;
 #pragma GCC unroll 4
-      for (int row = 0; row < kRows; row++) {
-        float* to = totals.values + row * kPanelColumns + i * kLanes;
-        const Vec number = _mm256_cvtepi32_ps(sums[row]);
-        save(to, add_scaled(load(to), number, rounded[row * stride].scale, of.scales[i]));
+        for (int i = 0; i < kTogether; i++)
+#pragma GCC unroll 8
+          for (int row = 0; row < kLefts; row++) {
+            const Ints sums = multiply_words(pairs[part][i][row], all_words(part == 0 ? 1 : 16));
+            numbers[i][row] = part == 0 && quad < kAtOnce ? sums : add_ints(numbers[i][row], sums);
+            keep_order(numbers[i][row]);
+          }
       }
-    }
+    });
   }
 
-  void add_offsets(int64_t first, int64_t group, const GroupScales& of, Totals& totals) const {
-    for (int row = 0; row < kRows; row++)
-      for (int i = 0; i < kVectors; i++) {
-        float* to = totals.values + row * kPanelColumns + i * kLanes;
-        save(to, at::vec::fmadd(of.offsets[i], Vec(rows_.sums(first + row)[group]), load(to)));
-      }
+  // Lets the compiler neither exchange additions nor postpone them, for which it would store many products.
+  [[gnu::always_inline]] static void keep_order(Ints& sums) {
+#if defined(CPU_CAPABILITY_AVX512)
+    asm("" : "+v"(sums));
+#else
+    asm("" : "+x"(sums));
+#endif
   }
 #endif
+
+  // Adds the products of steps of two groups each.
+  [[gnu::always_inline]] void add_half_steps(const IntegerPart& part, Vec (&totals)[kVectors][kRows],
+                                             const uint8_t* ahead) const {
+    const RoundedInputs* rounded = rows_.rounded(first_) + part.begin();
+    int64_t group = 2 * part.begin();
+    for (int64_t number = 0; number < part.count(); number++, rounded++, group += 2) {
+      const float* scales = part.scales(group);
+      const uint8_t* values = part.values(number);
+      const int8_t* left = left_of(part.begin() + number);
+      each_vectors([&](int vector) __attribute__((always_inline)) {
+        Lanes sums[kTogether][kRows];
+        products<0, kQuads / 2>(values, vector, left, rounded, 0, [&](int i, int row, const Vec& integers) {
+          sums[i - vector][row] = integers * load(scales + i * kLanes);
+        });
+        products<kQuads / 2, kQuads / 2>(values, vector, left, rounded, 1, [&](int i, int row, const Vec& integers) {
+          const Vec sum = at::vec::fmadd(integers, load(scales + kPanelColumns + i * kLanes), Vec(sums[i - vector][row]));
+          totals[i][row] = at::vec::fmadd(sum, Vec(rounded[row * stride_].scale), totals[i][row]);
+        });
+      });
+      ahead = prefetch(ahead, w_.block_bytes);
+      if (w_.offset_size == 0) continue;
+      add_offsets(part, group, totals);
+      if (group + 1 < w_.groups) add_offsets(part, group + 1, totals);
+    }
+  }
+
+  // Adds the products of steps that are groups.
+  [[gnu::always_inline]] void add_steps(const IntegerPart& part, Vec (&totals)[kVectors][kRows],
+                                        const uint8_t* ahead) const {
+    const RoundedInputs* rounded = rows_.rounded(first_) + part.begin();
+    int64_t step = part.begin();
+    for (int64_t number = 0; number < part.count(); number++, rounded++, step++) {
+      const float* scales = part.scales(step);
+      each_vectors([&](int vector) __attribute__((always_inline)) {
+        products<0, kQuads>(part.values(number), vector, left_of(step), rounded, 0, [&](int i, int row, const Vec& integers) {
+          const Vec sum = integers * Vec(rounded[row * stride_].scale);
+          totals[i][row] = at::vec::fmadd(sum, load(scales + i * kLanes), totals[i][row]);
+        });
+      });
+      ahead = prefetch(ahead, w_.block_bytes);
+      if (w_.offset_size > 0) add_offsets(part, step, totals);
+    }
+  }
+
+  // As add_steps, with the scales that are behind the codes. The CPU's own prefetching is faster for one stream of memory.
+  [[gnu::always_inline]] void add_whole_steps(const IntegerPart& part, Vec (&totals)[kVectors][kRows]) const {
+    constexpr int64_t kBytes = kScales == ScalesOf::kUnitSteps ? 1 : 2;
+    const bool has_offsets = w_.offset_size > 0;
+    Lanes units[2][kVectors] = {};
+    if constexpr (kScales == ScalesOf::kUnitSteps)
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; i++) {
+        units[0][i] = load_halves(part.units() + 2 * i * kLanes);
+        if (has_offsets) units[1][i] = load_halves(part.units() + kUnitBytes + 2 * i * kLanes);
+      }
+    const auto scale = [&](const uint8_t* from, int kind, int i) __attribute__((always_inline)) {
+      const uint8_t* at = from + i * kLanes * kBytes;
+      return kScales == ScalesOf::kUnitSteps ? load_int8(at) * Vec(units[kind][i]) : load_halves(at);
+    };
+    const RoundedInputs* rounded = rows_.rounded(first_) + part.begin();
+    int64_t step = part.begin();
+    for (int64_t number = 0; number < part.count(); number++, rounded++, step++) {
+      const uint8_t *values = part.values(number), *scales = values + w_.step_bytes;
+      each_vectors([&](int vector) __attribute__((always_inline)) {
+        products<0, kQuads>(values, vector, left_of(step), rounded, 0, [&](int i, int row, const Vec& integers) {
+          const Vec sum = integers * Vec(rounded[row * stride_].scale);
+          totals[i][row] = at::vec::fmadd(sum, scale(scales, 0, i), totals[i][row]);
+        });
+      });
+      if (!has_offsets) continue;
+      each([&](int i, int row) {
+        const Vec inputs(rows_.sums(first_ + row)[step]);
+        totals[i][row] = at::vec::fmadd(scale(scales + w_.scale_size, 1, i), inputs, totals[i][row]);
+      });
+    }
+  }
+
+  // Adds the products of groups of several steps, whose sums go on in the next part.
+  [[gnu::always_inline]] void add_groups(const IntegerPart& part, RowState* states, Vec (&totals)[kVectors][kRows],
+                                         const uint8_t* ahead) const {
+    Vec sums[kVectors][kRows];
+    each([&](int i, int row) {
+      sums[i][row] = part.run(0).begins ? Vec(0.f) : load(states[row].sums + i * kLanes);
+    });
+    const RoundedInputs* rounded = rows_.rounded(first_) + part.begin();
+    for (int64_t number = 0; number < part.count(); number++) {
+      const IntegerRun& run = part.run(number);
+      const uint8_t* values = run.values;
+      for (int64_t step = run.step; step < run.step + run.steps; step++, values += values_.kBytes, rounded++) {
+        each_vectors([&](int vector) __attribute__((always_inline)) {
+          products<0, kQuads>(values, vector, left_of(step), rounded, 0, [&](int i, int row, const Vec& integers) {
+            sums[i][row] = at::vec::fmadd(integers, Vec(rounded[row * stride_].scale), sums[i][row]);
+          });
+        });
+        ahead = prefetch(ahead, w_.step_bytes);
+      }
+      if (!run.ends) continue;
+      const float* scales = part.scales(run.group);
+      each([&](int i, int row) {
+        totals[i][row] = at::vec::fmadd(sums[i][row], load(scales + i * kLanes), totals[i][row]);
+        sums[i][row] = Vec(0.f);
+      });
+      if (w_.offset_size > 0) add_offsets(part, run.group, totals);
+    }
+    each([&](int i, int row) { save(states[row].sums + i * kLanes, sums[i][row]); });
+  }
+
+  [[gnu::always_inline]] void add_offsets(const IntegerPart& part, int64_t group,
+                                          Vec (&totals)[kVectors][kRows]) const {
+    const float* offsets = part.offsets(group);
+    each([&](int i, int row) {
+      const Vec inputs(rows_.sums(first_ + row)[group]);
+      totals[i][row] = at::vec::fmadd(load(offsets + i * kLanes), inputs, totals[i][row]);
+    });
+  }
 
   const CodePanels& w_;
   const CodedRows& rows_;
+  const int8_t* left_;
+  const int64_t first_, stride_, lower_;
+  const StepValues<kCodes> values_;
 };
 
-// sums [rows, 32] = left [rows, K] x panel, for 1 to kMostIntegerRows rows, of which the first is `first`.
-inline void multiply_integers(const CodePanels& w, const CodedRows& prepared, int64_t panel, const BFloat16* left,
-                              int64_t first, int64_t rows, float* sums) {
-  dispatch_codes<tiles::Format::kInt8>(w.header->codes, [&](auto kind) {
-    switch (rows) {
-      case 1: return IntegerRows<kind(), 1>(w, prepared)(panel, left, first, sums);
-      case 2: return IntegerRows<kind(), 2>(w, prepared)(panel, left, first, sums);
-      case 3: return IntegerRows<kind(), 3>(w, prepared)(panel, left, first, sums);
-#if defined(CPU_CAPABILITY_AVX512)
-      case 4: return IntegerRows<kind(), 4>(w, prepared)(panel, left, first, sums);
-      case 5: return IntegerRows<kind(), 5>(w, prepared)(panel, left, first, sums);
-      case 6: return IntegerRows<kind(), 6>(w, prepared)(panel, left, first, sums);
-      case 7: return IntegerRows<kind(), 7>(w, prepared)(panel, left, first, sums);
+// Adds the products of a part with 1 to most_integer_rows(w) rows; see IntegerRows.
+template <Codes kCodes, int kSummed>
+void multiply_rows(const CodePanels& w, const CodedRows& rows, const int8_t* left, int64_t first, int64_t count,
+                   const IntegerPart& part, RowState* states, const uint8_t* ahead, ScalesOf scales) {
+  if constexpr (kCodes == Codes::kInteger4 || (kCodes == Codes::kInteger8 && kHasQuads)) {
+    const auto multiply = [&](auto of) { IntegerRows<kCodes, kSummed, 1, 1, of()>(w, rows, left, first)(part, states, ahead); };
+    if (scales == ScalesOf::kHalfSteps) return multiply(std::integral_constant<ScalesOf, ScalesOf::kHalfSteps>());
+    if (scales == ScalesOf::kUnitSteps) return multiply(std::integral_constant<ScalesOf, ScalesOf::kUnitSteps>());
+  }
+  const auto multiply = [&](auto parts) {
+    dispatch_count<kMostIntegerRows / parts()>(count, [&](auto some) {
+      IntegerRows<kCodes, kSummed, parts(), some()>(w, rows, left, first)(part, states, ahead);
+    });
+  };
+  if (w.header->input_parts == 2) return multiply(std::integral_constant<int, 2>());
+  multiply(std::integral_constant<int, 1>());
+}
+
+// Whether codes of a kind become values in registers, for few rows. All others are unpacked first.
+inline bool unpacks_in_registers(Codes codes) { return codes == Codes::kInteger4 || codes == Codes::kInteger6; }
+
+inline void multiply_integers(const CodePanels& w, const CodedRows& rows, const int8_t* left, int64_t first,
+                              int64_t count, const IntegerPart& part, RowState* states, const uint8_t* ahead,
+                              ScalesOf scales) {
+  const auto multiply = [&](auto codes, auto summed) {
+    multiply_rows<codes(), summed()>(w, rows, left, first, count, part, states, ahead, scales);
+  };
+  const auto unpacked = std::integral_constant<Codes, Codes::kInteger8>();
+  const auto eight = std::integral_constant<int, 8>();
+  if (!part.is_unpacked() && w.header->codes == Codes::kInteger4)
+    return multiply(std::integral_constant<Codes, Codes::kInteger4>(), eight);
+#if defined(MILLRACE_QUADS)
+  if (!part.is_unpacked() && w.header->codes == Codes::kInteger6)
+    return multiply(std::integral_constant<Codes, Codes::kInteger6>(), eight);
+  multiply(unpacked, eight);
+#else
+  const auto two = std::integral_constant<int, 2>();
+  if (!part.is_unpacked() && w.header->codes == Codes::kInteger6)
+    return multiply(std::integral_constant<Codes, Codes::kInteger6>(), two);
+  switch (summed_quads(w.header->largest)) {
+    case 8: return multiply(unpacked, eight);
+    case 4: return multiply(unpacked, std::integral_constant<int, 4>());
+    case 2: return multiply(unpacked, two);
+    default: return multiply(unpacked, std::integral_constant<int, 0>());
+  }
 #endif
-      default: return IntegerRows<kind(), kMostIntegerRows>(w, prepared)(panel, left, first, sums);
-    }
-  });
 }
 
 }  // namespace millrace

@@ -162,13 +162,6 @@ class LoraSite {
     }
   }
 
-  // Fetches as many values as `size`, a short distance ahead of `from`.
-  static void fetch_after(const BFloat16* from, int64_t size) {
-    constexpr int64_t kAhead = 8192 / sizeof(BFloat16);
-    for (int64_t i = 0; i < size; i += 64 / sizeof(BFloat16))
-      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i), _MM_HINT_T1);
-  }
-
   // Fetches the tile of the same side of the next panel.
   void prefetch(const Tile& tile) const {
     const int64_t size = tile.slices() * kExpandTile;

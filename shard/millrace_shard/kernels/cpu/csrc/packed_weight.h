@@ -8,9 +8,14 @@ namespace millrace {
 
 // The weight of a linear in bfloat16 panels or in panels of codes. It makes room for products of up to `rows` rows.
 struct PackedWeight {
+  // The outputs whose codes have one form.
+  struct Form {
+    CodePanels panels;
+    CodedRows rows;
+    int64_t first;  // panel
+  };
   std::optional<Panels> plain;
-  CodePanels coded;
-  std::optional<CodedRows> coded_rows;
+  std::vector<Form> coded;
   const BFloat16* bias;  // of all outputs in order, or null
 
   PackedWeight(const at::Tensor& packed, const at::Tensor& given, int64_t in, int64_t out, int64_t rows)
@@ -20,18 +25,46 @@ struct PackedWeight {
       return;
     }
     TORCH_CHECK(given.is_contiguous() && (given.numel() == 0 || given.numel() == out));
-    coded = CodePanels(packed, in, out);
+    const std::vector<CodePanels> forms = CodePanels::all_of(packed, in, out);
     RowSizes sizes;
-    sizes.add(coded);
-    coded_rows.emplace(coded, RowMemory(sizes, rows));
+    for (const CodePanels& form : forms) sizes.add(form);
+    const RowMemory memory(sizes, rows);
+    int64_t first = 0;
+    for (const CodePanels& form : forms) {
+      coded.push_back({form, CodedRows(form, memory), first});
+      first += form.count;
+    }
   }
 
   // The steps of 32 inputs.
-  int64_t steps() const { return plain ? plain->steps : (coded.header->in + tiles::kDepth - 1) / tiles::kDepth; }
+  int64_t steps() const { return plain ? plain->steps : coded.front().panels.steps; }
 
   // The number of panels of a packed weight.
   static int64_t count_of(const at::Tensor& packed) {
-    return packed.scalar_type() == at::kBFloat16 ? packed.size(0) : CodePanels::header_of(packed).panels;
+    if (packed.scalar_type() == at::kBFloat16) return packed.size(0);
+    const CodeHeader* header = &CodePanels::header_of(packed);
+    int64_t count = header->panels;
+    for (int64_t at = header->next; header->next != 0; at += header->next) {
+      header = &CodePanels::header_of(packed, at);
+      count += header->panels;
+    }
+    return count;
+  }
+};
+
+// An `Emit` of products whose panels are counted from `first` on.
+template <typename Emit>
+struct EmitFrom {
+  const Emit& emit;
+  int64_t first;
+
+  void operator()(int64_t panel, int64_t row, const float* left, const float* right) const {
+    emit(first + panel, row, left, right);
+  }
+  void expand_block(int64_t panel, int64_t row, int64_t count) const
+    requires requires(const Emit& each) { each.expand_block(panel, row, count); }
+  {
+    emit.expand_block(first + panel, row, count);
   }
 };
 
@@ -39,19 +72,21 @@ struct PackedWeight {
 template <typename Emit>
 void multiply_panels(Team& team, const PackedWeight& w, const tiles::Tiled& x, int64_t rows, const Emit& emit) {
   if (w.plain) return multiply_panels(team, *w.plain, x, rows, emit);
-  const CodedRows& prepared = *w.coded_rows;
-  if (prepared.needs_work()) {
-    const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(16, (rows + team.size() - 1) / team.size()));
-    team.share(rows, grain, [&](int64_t begin, int64_t end) { prepared.prepare(x, begin, end); });
-  }
-  const tiles::Tiled operand = prepared.operand(x);
-  const int64_t grain = rows > 2 * tiles::kRows ? kPanelsAtOnce : w.coded.grain();
-  if (w.coded.is_integer()) {
-    IntegerLoop<Emit> loop(w.coded, prepared, operand, emit);
-    share_panels(team, loop, w.coded.count, grain, rows);
-  } else {
-    CodeLoop<Emit> loop(w.coded, prepared, operand, emit);
-    share_panels(team, loop, w.coded.count, grain, rows);
+  for (const PackedWeight::Form& form : w.coded) {
+    if (form.rows.needs_work()) {
+      const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(16, (rows + team.size() - 1) / team.size()));
+      team.share(rows, grain, [&](int64_t begin, int64_t end) { form.rows.prepare(x, begin, end); });
+    }
+    const tiles::Tiled operand = form.rows.operand(x);
+    const int64_t grain = rows > 2 * tiles::kRows ? kPanelsAtOnce : form.panels.grain();
+    const EmitFrom<Emit> from{emit, form.first};
+    if (form.panels.is_integer()) {
+      IntegerLoop<EmitFrom<Emit>> loop(form.panels, form.rows, operand, from);
+      share_panels(team, loop, form.panels.count, grain, rows);
+    } else {
+      CodeLoop<EmitFrom<Emit>> loop(form.panels, form.rows, operand, from);
+      share_panels(team, loop, form.panels.count, grain, rows);
+    }
   }
 }
 

@@ -3,7 +3,8 @@
 // bfloat16  keys [blocks, heads, dim / 2, 64, 2]   values [blocks, heads, 64 / 2, dim, 2]
 // float32   keys [blocks, heads, dim, 64]          values [blocks, heads, 64, dim]
 //
-// Codes lie in the order of the values of the model's type. Scales of int8 are [blocks, heads, 64].
+// Codes lie in the order of the values of the model's type. Scales of int8 are [blocks, heads, 64]. Latents are keys of
+// one head, whose first `value_dim` channels are the values, too.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -11,13 +12,12 @@
 #include <cstring>
 
 #include "kv_codes.h"
+#include "latents.h"
 
 namespace millrace {
 
-constexpr int64_t kPage = 64;
-
 struct Pages {
-  int64_t blocks, heads, dim;
+  int64_t blocks, heads, dim, value_dim;
   Stored stored;
   void *keys, *values;
   float *key_scales = nullptr, *value_scales = nullptr;  // of codes; fp8 has one of each
@@ -27,12 +27,18 @@ struct Pages {
       : blocks(cache[0].size(0)),
         heads(cache[0].size(1)),
         dim(cache[0].size(3)),
+        value_dim(dim),
         stored(stored_as(cache[0].scalar_type())),
         keys(cache[0].mutable_data_ptr()),
-        values(cache[1].mutable_data_ptr()) {
+        values(cache.size() == 1 ? nullptr : cache[1].mutable_data_ptr()) {
+    TORCH_CHECK(cache[0].is_contiguous() && cache[0].size(2) == kPage);
+    if (is_latent()) {
+      TORCH_CHECK(heads == 1 && !has_codes() && cache[0].scalar_type() == type, "millrace: latents of heads, or as codes");
+      return;
+    }
     TORCH_CHECK(cache.size() == (has_codes() ? 4 : 2), "millrace: a cache without scales, or with too many tensors");
-    TORCH_CHECK(cache[0].is_contiguous() && cache[1].is_contiguous() && cache[0].sizes() == cache[1].sizes());
-    TORCH_CHECK(cache[0].size(2) == kPage && cache[0].scalar_type() == cache[1].scalar_type());
+    TORCH_CHECK(cache[1].is_contiguous() && cache[0].sizes() == cache[1].sizes());
+    TORCH_CHECK(cache[0].scalar_type() == cache[1].scalar_type());
     TORCH_CHECK(has_codes() || cache[0].scalar_type() == type);
     if (!has_codes()) return;
     for (const at::Tensor& scales : cache.slice(2))
@@ -42,6 +48,8 @@ struct Pages {
     value_scales = cache[3].mutable_data_ptr<float>();
   }
 
+  // Whether there are latents. Then `heads` is the number of parts of the query heads, all of which read the same pages.
+  bool is_latent() const { return values == nullptr; }
   bool has_codes() const { return stored != Stored::kPlain; }
   // Whether each position and head has scales of its own.
   bool has_scales() const { return stored == Stored::kInt8; }
@@ -51,7 +59,9 @@ struct Pages {
   // Bytes of the keys of a page of one head, if values as they are take `size` bytes.
   int64_t page_bytes(int64_t size) const { return kPage * dim * (has_codes() ? 1 : size); }
 
-  int64_t scale_offset(int64_t block, int64_t head) const { return (block * heads + head) * kPage; }
+  int64_t scale_offset(int64_t block, int64_t head) const {
+    return (is_latent() ? block : block * heads + head) * kPage;
+  }
   int64_t offset(int64_t block, int64_t head) const { return scale_offset(block, head) * dim; }
 
   // The keys, or the values, of a page, as values of T or as codes.
@@ -141,7 +151,7 @@ void store_run(const Pages& pages, int64_t block, int64_t head, const Run<T>& ru
     store_values<W>(pages.page<uint8_t>(pages.values, block, head), codes, pages.dim);
   } else {
     store_keys<W>(pages.page<T>(pages.keys, block, head), run, pages.dim);
-    store_values<W>(pages.page<T>(pages.values, block, head), run, pages.dim);
+    if (!pages.is_latent()) store_values<W>(pages.page<T>(pages.values, block, head), run, pages.dim);
   }
 }
 

@@ -110,6 +110,21 @@ inline at::Tensor pack_panels(at::TensorList parts, bool gated) {
   return packed;
 }
 
+// Fetches `each` lines of weights at a call, until all are fetched. It is not part of the loop below, which is compiled
+// for each kind of output: products that call it are compiled once.
+struct Prefetch {
+  static constexpr int64_t kLine = 64 / sizeof(BFloat16);
+  mutable const BFloat16* ahead;
+  const BFloat16* stop;
+  int64_t each;
+
+  void operator()() const {
+    if (ahead >= stop) return;
+    for (int64_t line = 0; line < each; line++, ahead += kLine)
+      _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
+  }
+};
+
 // One thread's loop over panels. It calls emit(panel, row, left 16 sums, right 16 sums) for every row of every panel, and
 // on AMX, if there is one, emit.expand_block(panel, row, count) while the tiles hold the sums of `count` rows.
 //
@@ -150,7 +165,6 @@ class PanelLoop {
   static constexpr int64_t kBlock = 2 * tiles::kRows;
   static constexpr int64_t kBlockSums = 4 * tiles::kSums;
   static constexpr int64_t kAhead = 8192 / sizeof(BFloat16);
-  static constexpr int64_t kLine = 64 / sizeof(BFloat16);
 
   struct Part {
     int64_t panel, row, rows, begin, end;  // steps of K
@@ -169,21 +183,17 @@ class PanelLoop {
   void multiply_part(const Part& part) {
     const int64_t blocks = (part.rows + kBlock - 1) / kBlock, steps = part.end - part.begin;
     const int64_t passes = tiles::passes(part.rows);
-    const int64_t lines = steps * kPanelTile / kLine;
+    const int64_t lines = steps * kPanelTile / Prefetch::kLine;
     // A single pass is bound by memory: a short distance ahead is enough. A thread's panels are contiguous in memory.
     const BFloat16* ahead = passes == 1 ? weights(part.panel, part.begin) + kAhead : part.next;
     const int64_t pauses = passes * steps * tiles::kPauses, each = (lines + pauses - 1) / pauses;
-    const BFloat16* stop = ahead + lines * kLine;
+    const Prefetch fetch{ahead, ahead + lines * Prefetch::kLine, each};
     for (int64_t block = 0; block < blocks; block++) {
       const bool alternates = part.is_whole(w_);
       if (alternates) place_ = place_ == 0 ? 1 : 0;
       float* sums = sums_ + (alternates ? place_ : place_ + block) * kBlockSums;
       const int64_t row = part.row + block * kBlock, count = std::min(kBlock, part.rows - block * kBlock);
-      multiply_block(part, row, count, sums, [&] {
-        if (ahead >= stop) return;
-        for (int64_t line = 0; line < each; line++, ahead += kLine)
-          _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
-      });
+      multiply_block(part, row, count, sums, fetch);
       if (part.end == w_.steps) {
         done_ = 0;
         pending_ = {part.panel, row, count, sums};
@@ -191,8 +201,7 @@ class PanelLoop {
     }
   }
 
-  template <typename Fetch>
-  void multiply_block(const Part& part, int64_t row, int64_t count, float* sums, const Fetch& fetch) {
+  void multiply_block(const Part& part, int64_t row, int64_t count, float* sums, const Prefetch& fetch) {
     const int64_t steps = part.end - part.begin, pauses = steps * tiles::kPauses;
     const int64_t each = (pending_.count - done_ + pauses - 1) / pauses;
     const BFloat16* run = weights(part.panel, part.begin);

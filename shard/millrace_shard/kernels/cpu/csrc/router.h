@@ -20,7 +20,7 @@ struct Router {
   int64_t experts, width, top_k;
   Scoring scoring;
   bool renormalise;
-  int64_t groups, top_groups;
+  int64_t groups, top_groups, group_members;
   float scale;
 
   // Working memory of a row, in floats.
@@ -36,10 +36,10 @@ struct Router {
         scores[e] = 1.f / (1.f + std::exp(-scores[e]));
         ranked[e] = correction == nullptr ? scores[e] : scores[e] + correction[e];
       }
-      if (groups > 1) keep_best_groups(ranked, ranked + experts);
     } else {
       std::copy_n(scores, experts, ranked);
     }
+    if (groups > 1) keep_best_groups(ranked, ranked + experts);
     for (int64_t rank = 0; rank < top_k; rank++) {
       chosen[rank] = static_cast<int32_t>(best(ranked, experts, chosen, rank));
       shares[rank] = scores[chosen[rank]];
@@ -95,7 +95,8 @@ struct Router {
     for (int64_t rank = 0; rank < top_k; rank++) shares[rank] = std::exp(shares[rank] - top) / total;
   }
 
-  // Makes the scores outside the best groups minus infinity. A group counts by the sum of its two best.
+  // Makes the scores outside the best groups minus infinity. A group counts by its best, or by
+  // the sum of its two best.
   void keep_best_groups(float* ranked, float* worths) const {
     constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
     const int64_t size = experts / groups;
@@ -106,7 +107,7 @@ struct Router {
         second = std::max(second, std::min(first, value));
         first = std::max(first, value);
       }
-      worths[group] = first + second;
+      worths[group] = group_members == 1 ? first : first + second;
     }
     int32_t kept[kMostGroups];
     for (int64_t rank = 0; rank < top_groups; rank++)

@@ -15,6 +15,30 @@
 
 namespace millrace {
 
+// Units of work that the process's threads have taken: a sign of life within an operator, and no exact count, since
+// threads of two operators at a time may share a counter. Each is on a cache line of its own.
+class UnitsTaken {
+ public:
+  static void add(int64_t thread) {
+    std::atomic<int64_t>& count = counts_[thread % kCounts].units;
+    count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
+
+  static int64_t sum() {
+    int64_t sum = 0;
+    for (const Count& count : counts_) sum += count.units.load(std::memory_order_relaxed);
+    return sum;
+  }
+
+ private:
+  // Zero, as all static memory is at first.
+  struct alignas(64) Count {
+    std::atomic<int64_t> units;
+  };
+  static constexpr int64_t kCounts = 64;
+  static inline Count counts_[kCounts];
+};
+
 class Team {
  public:
   // A team of at most `wanted` threads. A thread may have one team at a time.
@@ -44,8 +68,10 @@ class Team {
     for (int64_t turn = 0; turn < size; turn++) {
       const int64_t owner = (self + turn) % size;
       const Range range = part(units, owner);
-      for (int64_t unit; (unit = now[owner].take(range, turn == 0)) >= 0;)
+      for (int64_t unit; (unit = now[owner].take(range, turn == 0)) >= 0;) {
         body(unit * grain, std::min(count, (unit + 1) * grain));
+        UnitsTaken::add(self);
+      }
     }
     finish();
     wait(round, size);

@@ -13,10 +13,10 @@ template <typename Workspace, typename Place>
 void attend_tile(const Attention<BFloat16>& a, const Workspace& w, Chunk chunk, const Chunk* next, Ahead& ahead,
                  int64_t& configured, const Place& place) {
   const Tile& tile = chunk.tile;
-  const int64_t dim = w.dim, group = a.group(), start = a.starts[tile.sequence];
+  const int64_t dim = w.dim, width = a.pages.value_dim, group = a.group(), start = a.starts[tile.sequence];
   const int64_t rows = (tile.last - tile.first) * group;
   const auto out = [&](int64_t row, int64_t column) {
-    return place(start + tile.first + row / group, (tile.head * group + row % group) * dim + column);
+    return place(start + tile.first + row / group, (tile.head * group + row % group) * width + column);
   };
   for (int64_t row = 0; row < rows; row++)
     for (int64_t column = 0; column < dim; column += tiles::kDepth) {
@@ -25,10 +25,10 @@ void attend_tile(const Attention<BFloat16>& a, const Workspace& w, Chunk chunk, 
                        (tile.head * group + row % group) * dim + column);
       // Other cores read the last layer's outputs there. A store that waits for them delays later stores and tile
       // loads.
-      __builtin_prefetch(out(row, column), 1);
+      if (column < width) __builtin_prefetch(out(row, column), 1);
     }
   start_rows(a, tile, rows, kLog2E, w.row_max, w.row_sum);
-  std::fill_n(w.sums, round_up(rows, tiles::kRows) * dim, 0.f);
+  std::fill_n(w.sums, round_up(rows, tiles::kRows) * width, 0.f);
 
   if (const int64_t tile_rows = std::min(rows, tiles::kRows); tile_rows != configured) {
     tiles::configure(tile_rows);
@@ -38,13 +38,13 @@ void attend_tile(const Attention<BFloat16>& a, const Workspace& w, Chunk chunk, 
     is_last = chunk.is_last();
     // Where computation dominates, prefetching costs more than it saves.
     if (rows <= tiles::kRows && (!is_last || next != nullptr))
-      ahead.expect(is_last ? *next : Chunk{tile, chunk.begin + kChunk, chunk.end});
+      ahead.expect(is_last ? *next : Chunk{tile, chunk.begin + kChunk, chunk.end, chunk.first});
     attend_chunk(a, w, chunk, ahead);
   }
 
   for (int64_t row = 0; row < rows; row++) {
     const Vec inverse(a.pages.value_scale() / w.row_sum[row]);
-    for (int64_t column = 0; column < dim; column += kLanes)
+    for (int64_t column = 0; column < width; column += kLanes)
       save(out(row, column), load(w.sum(row, column)) * inverse);
   }
 }
@@ -90,7 +90,7 @@ inline void attend_by_tiles(const Attention<BFloat16>& a) {
   static thread_local std::vector<Tile> planned;
   plan_tiles(a, planned);
   const std::vector<Tile>& tiles = planned;
-  const int64_t width = a.heads * a.pages.dim;
+  const int64_t width = a.heads * a.pages.value_dim;
   run_team([&](Team& team) {
     attend_tiles(
         team, a, tiles, [&](int64_t token, int64_t column) { return a.out + token * width + column; },

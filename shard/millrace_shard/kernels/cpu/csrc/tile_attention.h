@@ -13,21 +13,21 @@ constexpr int64_t kRowsTogether = 32;
 
 // Working memory of one tile of queries. A row is a pair of a token and a query head of the group.
 struct TileWorkspace {
-  int64_t rows, dim;
+  int64_t rows, dim, value_dim;
   float *scores, *sums, *row_max, *row_sum;
   tiles::Tiled queries{nullptr, 0}, weights{nullptr, 0};
   WidenedPages<BFloat16> widened;
   ChunkScales scales;
 
   TileWorkspace(Scratch& scratch, const Attention<BFloat16>& a)
-      : rows(round_up(a.tile_tokens() * a.group(), 2 * tiles::kRows)), dim(a.pages.dim) {
-    const int64_t floats = rows * (kChunk + dim + 2);
+      : rows(round_up(a.tile_tokens() * a.group(), 2 * tiles::kRows)), dim(a.pages.dim), value_dim(a.pages.value_dim) {
+    const int64_t floats = rows * (kChunk + value_dim + 2);
     const int64_t tiled = tiles::Tiled::bytes(rows, dim), weight_bytes = tiles::Tiled::bytes(rows, kChunk);
     const int64_t wide = WidenedPages<BFloat16>::bytes(a.pages);
     char* data = scratch.reserve(floats * sizeof(float) + tiled + weight_bytes + wide + ChunkScales::bytes());
     scores = reinterpret_cast<float*>(data);
     sums = scores + rows * kChunk;
-    row_max = sums + rows * dim;
+    row_max = sums + rows * value_dim;
     row_sum = row_max + rows;
     queries = tiles::Tiled(reinterpret_cast<char*>(row_sum + rows), dim);
     weights = tiles::Tiled(reinterpret_cast<char*>(queries.data) + tiled, kChunk);
@@ -48,7 +48,7 @@ struct TileWorkspace {
 
   // The address of a row's sum for `column`; sums up to the next multiple of 16 follow it.
   float* sum(int64_t row, int64_t column) const {
-    return sums + (row / tiles::kRows * (dim / tiles::kColumns) + column / tiles::kColumns) * tiles::kSums +
+    return sums + (row / tiles::kRows * (value_dim / tiles::kColumns) + column / tiles::kColumns) * tiles::kSums +
            row % tiles::kRows * tiles::kColumns + column % tiles::kColumns;
   }
 };
@@ -74,15 +74,14 @@ struct ChunkPages {
         head_(chunk.tile.head),
         table_(chunk.blocks(a)) {}
 
-  void read_keys() { read(keys, widened_.keys, a_.pages.keys); }
-  void read_values() { read(values, widened_.values, a_.pages.values); }
-
- private:
-  void read(const BFloat16** pages, BFloat16* to, void* all) const {
-    for (int64_t page = 0; page < count; page++)
-      pages[page] = widened_.page(to, all, a_.pages, page, table_[page], head_);
+  void read_keys() {
+    for (int64_t page = 0; page < count; page++) keys[page] = widened_.key_page(a_.pages, page, table_[page], head_);
+  }
+  void read_values() {
+    for (int64_t page = 0; page < count; page++) values[page] = widened_.value_page(a_.pages, page, table_[page], head_);
   }
 
+ private:
   const Attention<BFloat16>& a_;
   const WidenedPages<BFloat16>& widened_;
   const int64_t head_;
@@ -102,14 +101,14 @@ inline void score_rows(const TileWorkspace& w, const ChunkPages& pages, int64_t 
 
 inline void sum_values(const TileWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
   int64_t width = tiles::page_width(rows);
-  for (int64_t column = 0; column < w.dim; column += width * tiles::kColumns) {
-    if (column + width * tiles::kColumns > w.dim) width = 2;
+  for (int64_t column = 0; column < w.value_dim; column += width * tiles::kColumns) {
+    if (column + width * tiles::kColumns > w.value_dim) width = 2;
     const BFloat16* runs[kChunkPages];
     for (int64_t page = 0; page < pages.count; page++) runs[page] = pages.values[page] + column * 2;
-    const tiles::Right right{runs, pages.size / tiles::kDepth, kPageTiles, tiles::kRows * w.dim * 2,
-                             tiles::kColumns * 2, w.dim * 2 * static_cast<int64_t>(sizeof(BFloat16))};
+    const tiles::Right right{runs, pages.size / tiles::kDepth, kPageTiles, tiles::kRows * w.value_dim * 2,
+                             tiles::kColumns * 2, w.value_dim * 2 * static_cast<int64_t>(sizeof(BFloat16))};
     const tiles::Sums to{w.sum(row, column), tiles::kSums, tiles::kColumns * sizeof(float)};
-    multiply_rows(w.weights, row, rows, width, right, to, w.dim / tiles::kColumns * tiles::kSums, true, ahead);
+    multiply_rows(w.weights, row, rows, width, right, to, w.value_dim / tiles::kColumns * tiles::kSums, true, ahead);
   }
 }
 

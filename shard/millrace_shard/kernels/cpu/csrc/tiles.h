@@ -17,10 +17,6 @@ constexpr int64_t kTile = kRows * kDepth;      // bfloat16 values
 constexpr int64_t kSums = kRows * kColumns;    // float32 values
 constexpr int64_t kTileStride = kDepth * sizeof(BFloat16);
 
-// The 64 bytes of K of a tile row hold 32 bfloat16 in pairs, with float32 sums, or 64 integers of 8 bits in quads, with
-// int32 sums: left operands are signed and right operands are unsigned.
-enum class Format { kBFloat16, kInt8 };
-
 // A right operand: `total` steps of K in runs of `steps` contiguous steps, two tiles per step. `step` and `second` are
 // distances in values; `stride` is the distance of tile rows in bytes.
 struct Right {

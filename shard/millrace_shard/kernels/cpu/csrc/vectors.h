@@ -19,6 +19,16 @@ constexpr int64_t kLanes = Vec::size();
 template <typename T>
 constexpr int64_t kInterleave = std::is_same_v<T, BFloat16> ? 2 : 1;
 
+// kLanes sums. Arrays of these stay in registers, which arrays of Vec do not always.
+#if defined(CPU_CAPABILITY_AVX512)
+using Lanes = __m512;
+#else
+using Lanes = __m256;
+#endif
+
+// Ends what the compiler knows of memory: it would keep more left operands for later products than there are registers.
+[[gnu::always_inline]] inline void forget_loads() { asm volatile("" ::: "memory"); }
+
 inline Vec load(const float* from) { return Vec::loadu(from); }
 
 inline Vec load(const BFloat16* from) {
