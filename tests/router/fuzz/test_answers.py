@@ -163,7 +163,7 @@ class Answer:
     num_whole: int = 0
     """Calls that have ended."""
     source: str = ""
-    """What the last call was written as, which is text if it never ends."""
+    """What the last call was written as, which is text if it never ends; empty once it has."""
 
 
 def read(form: Form, text: str, sizes: Iterator[int], stops: Sequence[str] = ()) -> Answer:
@@ -185,7 +185,7 @@ def read(form: Form, text: str, sizes: Iterator[int], stops: Sequence[str] = ())
             assert call.index == len(answer.calls) - 1
             called, arguments = answer.calls[-1]
             answer.calls[-1] = called, arguments + call.arguments
-            answer.source += call.source
+            answer.source = "" if call.is_last else answer.source + call.source
             answer.num_whole += call.is_last
         if delta.finish_reason is not None:
             answer.reason = delta.finish_reason
