@@ -35,9 +35,10 @@ for name in [
 if metadata.version("torch").endswith("+cpu") or not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# OpenMP reads this once: with a test process on each core, threads that wait for each other take the cores from those
-# that work. Tests of threads set their number, in this process or by --cpu-threads.
+# OpenMP reads these once: with a test process on each core, threads that wait for each other take the cores from those
+# that work. Tests of threads set their number, in this process or by --cpu-threads, and these sleep while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # gRPC reads this once, see millrace_router/__init__.py.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
