@@ -27,8 +27,13 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.processing_utils import ProcessorMixin
 
 from millrace_launcher.demo import demo_folder
 from millrace_testing.launcher.e2e import launch
@@ -49,6 +54,21 @@ def _llava_next(settings: dict[str, Any], tokens: PreTrainedTokenizerFast) -> An
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
+
+
+class _Onevision(LlavaOnevisionProcessor):  # type: ignore[misc]
+    """Without the processor of videos, which needs torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+        ProcessorMixin.__init__(self, image_processor, tokenizer)
+        self.num_image_tokens, self.vision_aspect_ratio = ROWS, "anyres_max_2"
+        self.vision_feature_select_strategy = "full"
+        self.image_token, self.video_token = "<image>", "<video>"
+        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids("<image>"), None
+
+
+def _llava_onevision(settings: dict[str, Any], tokens: PreTrainedTokenizerFast) -> Any:
+    return _Onevision(LlavaOnevisionImageProcessorPil(**settings), tokens)
 
 
 def _paligemma(settings: dict[str, Any], tokens: PreTrainedTokenizerFast) -> Any:
@@ -92,6 +112,13 @@ CASES = {
             "image_grid_pinpoints": GRIDS,
         },
         _llava_next,
+        {"image_token": "<image>"},
+    ),
+    "llava_onevision": Case(
+        "<image>",
+        ("<image>",),
+        _SQUARE | {"image_grid_pinpoints": GRIDS},
+        _llava_onevision,
         {"image_token": "<image>"},
     ),
     "paligemma": Case(
@@ -138,6 +165,7 @@ def test_answers_about_pictures_are_those_of_transformers(tmp_path: Path, family
     with launch(*flags, "--max-batch-prefill-tokens=16") as server:
         for number in range(3):
             image = picture(number)
+            images = [image] * (1 + (family == "llava_onevision" and number == 2))
             if family == "paligemma":
                 prompt = f"{written}what is it?"
                 body = {
@@ -147,10 +175,11 @@ def test_answers_about_pictures_are_those_of_transformers(tmp_path: Path, family
                 answer = post(server, "/generate", body)
                 text = answer["generated_text"]
             else:
-                prompt = f"user:see {written}what is it?<end_of_utterance>\nassistant:"
-                answer = post(server, "/v1/chat/completions", chat([image]))
+                shown = written * len(images)
+                prompt = f"user:see {shown}what is it?<end_of_utterance>\nassistant:"
+                answer = post(server, "/v1/chat/completions", chat(images))
                 text = answer["choices"][0]["message"]["content"]
-            made = processor(text=[prompt], images=[image], add_special_tokens=False)
+            made = processor(text=[prompt], images=[images], add_special_tokens=False)
             inputs = {
                 name: torch.tensor(np.asarray(value))
                 for name, value in made.items()

@@ -33,7 +33,7 @@ from millrace_router.errors import (
 )
 from millrace_router.request.continuation import Answer, Beginning, KnownToken, TokenWriter
 from millrace_router.request.entry import Entry, check_of
-from millrace_router.request.images import PreparedImage, Rows, spans_of
+from millrace_router.request.images import GridReduction, PreparedImage, Rows, spans_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import PromptLogprobs, TokenEvent, TokenStream
 
@@ -55,6 +55,7 @@ class RelayedImage(BaseModel):
     is_grid: bool = False
     extra_rows: int = 0
     order: Rows = ()
+    reduction: GridReduction | None = None
     pixels: str
     """In base64."""
 
@@ -71,6 +72,7 @@ class RelayedImage(BaseModel):
             is_grid=image.is_grid,
             extra_rows=image.extra_rows,
             order=image.order,
+            reduction=image.reduction,
             pixels=b64encode(image.pixels).decode(),
         )
 
@@ -86,6 +88,7 @@ class RelayedImage(BaseModel):
             is_grid=self.is_grid,
             extra_rows=self.extra_rows,
             order=self.order,
+            reduction=self.reduction,
             pixels=b64decode(self.pixels),
         )
 

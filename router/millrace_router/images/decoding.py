@@ -79,7 +79,7 @@ def _prepare(
     image = ImageOps.exif_transpose(opened).convert("RGB")
     width, height = image.size
     layout = geometry.layout(height, width, request["detail"])
-    original = image
+    original = image = image if layout.square is None else _squared(image, layout.square)
     for tall, wide in layout.resized:
         image = image.resize((wide, tall), geometry.resample)
     digest = hashlib.sha256(request["fingerprint"].encode())
@@ -102,6 +102,14 @@ def _prepare(
         "is_grid": layout.is_grid,
     }
     return answer, bytes(tiles)
+
+
+def _squared(image: Image.Image, color: tuple[int, ...]) -> Image.Image:
+    """Return a picture in the middle of a square."""
+    side = max(image.size)
+    square = Image.new("RGB", (side, side), color)
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
 
 
 def _tiles(

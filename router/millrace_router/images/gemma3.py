@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from millrace_router.images.geometry import MAX_EDGE, GeometryError, Layout, check_flags
-from millrace_router.request.images import Detail, Rows
+from millrace_router.images.geometry import (
+    MAX_EDGE,
+    GeometryError,
+    Layout,
+    UsualGeometry,
+    check_flags,
+)
+from millrace_router.request.images import Detail
 
 FAMILIES = ("gemma3",)
 _DEFAULT_EDGE = 224
@@ -16,14 +22,12 @@ SOFT, START, END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SquareGeometry:
+class SquareGeometry(UsualGeometry):
     """A picture of any size becomes one square."""
 
     family: str
     edge: int
     """Of the square, in pixels."""
-    around: ClassVar[tuple[str, str]] = "", ""
-    framed: ClassVar[tuple[str, str]] = "", ""
     most_tiles: ClassVar[int] = 1
     most_rows: ClassVar[int] = 0
 
@@ -39,10 +43,6 @@ class SquareGeometry:
         """Return the same layout for a picture of any size."""
         size = self.edge, self.edge
         return Layout((size,), 0, 0, tile=size)
-
-    def order(self, size: tuple[int, int], layout: tuple[int, int], rows_per_tile: int) -> Rows:  # noqa: ARG002
-        """Return the usual order."""
-        return ()
 
     @property
     def unit(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, Self
 
-from millrace_router.request.images import Detail, Rows
+from millrace_router.request.images import Detail, GridReduction, Rows
 
 FAMILIES = frozenset({"idefics3", "smolvlm"})
 MAX_EDGE = 4096
@@ -43,6 +43,8 @@ class Layout:
     """Whether the grid is padded with black around the resized picture, if it is smaller, and the tile that shows the
     whole picture is resized from the picture as it came; the placement of features may then depend on the picture's
     size."""
+    square: tuple[int, ...] | None = None
+    """The colour of the borders that make the picture a square before it is resized; None: there are none."""
 
     @property
     def num_tiles(self) -> int:
@@ -64,6 +66,8 @@ class AnyGeometry(Protocol):
     tokens; empty: none are added."""
     needed_tokens: ClassVar[tuple[str, ...]]
     """Control tokens without which the text for a picture would not be its tokens; the first stands for a feature."""
+    has_one_grid: ClassVar[bool]
+    """Whether only a request with one picture has it in several tiles; several pictures have the detail `low`."""
 
     @property
     def family(self) -> str:
@@ -89,6 +93,11 @@ class AnyGeometry(Protocol):
     def order(self, size: tuple[int, int], layout: tuple[int, int], rows_per_tile: int) -> Rows:
         """Return `PreparedImage.order` of a picture of `size`, whose tiles are in `layout` rows and columns."""
 
+    def reduction(
+        self, size: tuple[int, int], layout: tuple[int, int], rows_per_tile: int
+    ) -> GridReduction | None:
+        """Return `PreparedImage.reduction` of such a picture."""
+
     @property
     def most_tiles(self) -> int:
         """The most tiles that a picture of any size has."""
@@ -106,8 +115,30 @@ class AnyGeometry(Protocol):
         """The most bytes that a picture of any size has."""
 
 
+class UsualGeometry:
+    """What most processors share: pictures with all features in the order of tiles, and no text around them."""
+
+    __slots__ = ()
+    around: ClassVar[tuple[str, str]] = "", ""
+    framed: ClassVar[tuple[str, str]] = "", ""
+    has_one_grid: ClassVar[bool] = False
+
+    def order(self, size: tuple[int, int], layout: tuple[int, int], rows_per_tile: int) -> Rows:  # noqa: ARG002
+        """Return the usual order."""
+        return ()
+
+    def reduction(
+        self,
+        size: tuple[int, int],  # noqa: ARG002
+        layout: tuple[int, int],  # noqa: ARG002
+        rows_per_tile: int,  # noqa: ARG002
+    ) -> GridReduction | None:
+        """Return None: features stay as they are."""
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
+class Geometry(UsualGeometry):
     """The settings of a processor. Every tile is a square."""
 
     family: str
@@ -118,8 +149,6 @@ class Geometry:
     splits: bool = True
     resample: ClassVar[int] = _LANCZOS
     placeholder: ClassVar[str] = IMAGE
-    around: ClassVar[tuple[str, str]] = "", ""
-    framed: ClassVar[tuple[str, str]] = "", ""
     needed_tokens: ClassVar[tuple[str, ...]] = IMAGE, AROUND, GLOBAL
     most_rows: ClassVar[int] = 0
 
@@ -163,10 +192,6 @@ class Geometry:
     def expansion(self, rows: int, columns: int, rows_per_tile: int) -> str:
         """Return the text in place of the template's placeholder, as the processor."""
         return expansion(rows, columns, rows_per_tile)
-
-    def order(self, size: tuple[int, int], layout: tuple[int, int], rows_per_tile: int) -> Rows:  # noqa: ARG002
-        """Return the usual order."""
-        return ()
 
     @property
     def unit(self) -> int:

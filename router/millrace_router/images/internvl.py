@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from millrace_router.images.geometry import MAX_EDGE, GeometryError, Layout, check_flags
-from millrace_router.request.images import Detail, Rows
+from millrace_router.images.geometry import (
+    MAX_EDGE,
+    GeometryError,
+    Layout,
+    UsualGeometry,
+    check_flags,
+)
+from millrace_router.request.images import Detail
 
 FAMILIES = ("internvl",)
 BICUBIC = 3
@@ -17,7 +23,7 @@ CONTEXT, BEGIN, END = "<IMG_CONTEXT>", "<img>", "</img>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InternGeometry:
+class InternGeometry(UsualGeometry):
     """The settings of a processor. Every tile is a square; several are followed by one with the whole picture."""
 
     family: str
@@ -28,8 +34,6 @@ class InternGeometry:
     max_tiles: int
     resample: ClassVar[int] = BICUBIC
     placeholder: ClassVar[str] = CONTEXT
-    around: ClassVar[tuple[str, str]] = "", ""
-    framed: ClassVar[tuple[str, str]] = "", ""
     needed_tokens: ClassVar[tuple[str, ...]] = CONTEXT, BEGIN, END
     most_rows: ClassVar[int] = 0
 
@@ -76,10 +80,6 @@ class InternGeometry:
     def expansion(self, rows: int, columns: int, rows_per_tile: int) -> str:
         """Return the text in place of the template's placeholder, as the processor."""
         return f"{BEGIN}{CONTEXT * (rows_per_tile * (rows * columns + 1))}{END}"
-
-    def order(self, size: tuple[int, int], layout: tuple[int, int], rows_per_tile: int) -> Rows:  # noqa: ARG002
-        """Return the usual order."""
-        return ()
 
     @property
     def unit(self) -> int:

@@ -7,17 +7,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from millrace_router.images.geometry import IMAGE, MAX_EDGE, GeometryError, Layout, check_flags
+from millrace_router.images.geometry import (
+    IMAGE,
+    MAX_EDGE,
+    GeometryError,
+    Layout,
+    UsualGeometry,
+    check_flags,
+)
 from millrace_router.request.images import Detail, Rows
 
 FAMILIES = ("llava", "llava_next")
-_BICUBIC = 3
+BICUBIC = 3
+Grids = tuple[tuple[int, int], ...]
+"""(height, width) in pixels."""
 _DEFAULT_EDGE = 224
 _GRIDS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlavaGeometry:
+class LlavaGeometry(UsualGeometry):
     """The settings of a processor. Every tile is a square."""
 
     family: str
@@ -25,12 +34,10 @@ class LlavaGeometry:
     """Of a tile, in pixels."""
     shortest: int = 0
     """The shorter edge of a picture of LLaVA 1.5, from whose middle the tile is cut; 0 for LLaVA-NeXT."""
-    grids: tuple[tuple[int, int], ...] = ()
+    grids: Grids = ()
     """The sizes of LLaVA-NeXT's grids of tiles, (height, width) in pixels."""
-    resample: ClassVar[int] = _BICUBIC
+    resample: ClassVar[int] = BICUBIC
     placeholder: ClassVar[str] = IMAGE
-    around: ClassVar[tuple[str, str]] = "", ""
-    framed: ClassVar[tuple[str, str]] = "", ""
     needed_tokens: ClassVar[tuple[str, ...]] = (IMAGE,)
     most_rows: ClassVar[int] = 0
 
@@ -42,7 +49,7 @@ class LlavaGeometry:
             GeometryError: a setting is not supported.
 
         """
-        check_flags(processor, resample=_BICUBIC)
+        check_flags(processor, resample=BICUBIC)
         if processor.get("do_center_crop", True) is not True:
             raise GeometryError("`do_center_crop` has to be true")
         crop = _edges(processor, "crop_size", ("height", "width"))
@@ -52,7 +59,7 @@ class LlavaGeometry:
         if family == "llava_next":
             if shortest != crop[0]:
                 raise GeometryError("`crop_size` has to be as large as `size`")
-            return cls(family=family, edge=crop[0], grids=_grids(processor, crop[0]))
+            return cls(family=family, edge=crop[0], grids=grids_of(processor, crop[0], _GRIDS))
         if processor.get("do_pad"):
             raise GeometryError("`do_pad` has to be false")
         return cls(family=family, edge=crop[0], shortest=shortest)
@@ -95,7 +102,7 @@ class LlavaGeometry:
             return ()
         count, side = rows * columns, math.isqrt(rows_per_tile)
         tall, wide = rows * side, columns * side
-        top, left = _padding(size, tall, wide)
+        top, left = padding(size, tall, wide)
         end, order = (count + 1) * rows_per_tile, [(count * rows_per_tile, rows_per_tile)]
         for y in range(top, tall - top):
             for column in range(columns):
@@ -134,7 +141,7 @@ class LlavaGeometry:
         return max(self.grids, key=kept)
 
 
-def _padding(size: tuple[int, int], tall: int, wide: int) -> tuple[int, int]:
+def padding(size: tuple[int, int], tall: int, wide: int) -> tuple[int, int]:
     """Return rows and columns of patches on each side of a grid that show no part of a picture of `size`."""
     height, width = size
     if width / height > wide / tall:
@@ -150,8 +157,9 @@ def _edges(processor: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> tu
     return edges
 
 
-def _grids(processor: Mapping[str, Any], edge: int) -> tuple[tuple[int, int], ...]:
-    grids = tuple(_pairs(processor.get("image_grid_pinpoints", _GRIDS)))
+def grids_of(processor: Mapping[str, Any], edge: int, default: Grids) -> Grids:
+    """Return the sizes of grids of tiles with so many pixels a side; raises GeometryError."""
+    grids = tuple(_pairs(processor.get("image_grid_pinpoints", default)))
     sides = [side for grid in grids for side in grid]
     if not sides or any(side % edge or not edge <= side <= MAX_EDGE for side in sides):
         raise GeometryError(

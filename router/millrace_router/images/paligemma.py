@@ -26,10 +26,7 @@ class PaliGemmaGeometry(SquareGeometry):
     @classmethod
     def of(cls, family: str, processor: Mapping[str, Any]) -> Self:
         """Read preprocessor_config.json; raises GeometryError."""
-        # Published files have null, as all pictures that transformers loads are RGB.
-        is_left_out = processor.get("do_convert_rgb", True) is None
-        checked = {**processor, "do_convert_rgb": True} if is_left_out else processor
-        check_flags(checked, resample=_BICUBIC)
+        check_flags(processor, resample=_BICUBIC)
         return cls(family=family, edge=square_edge(processor))
 
     def expansion(self, rows: int, columns: int, rows_per_tile: int) -> str:  # noqa: ARG002

@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from millrace_router.images.geometry import MAX_EDGE, GeometryError, Layout, check_flags
-from millrace_router.request.images import FEATURES_PER_COST, Detail, Rows
+from millrace_router.images.geometry import (
+    MAX_EDGE,
+    GeometryError,
+    Layout,
+    UsualGeometry,
+    check_flags,
+)
+from millrace_router.request.images import FEATURES_PER_COST, Detail
 
 FAMILIES = ("pixtral", "mistral3")
 BICUBIC = 3
@@ -17,7 +23,7 @@ _DEFAULT_SIZE = {"longest_edge": 1024}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PixtralGeometry:
+class PixtralGeometry(UsualGeometry):
     """The settings of a processor. A picture is one tile, whose sides are multiples of `cell`."""
 
     family: str
@@ -28,8 +34,6 @@ class PixtralGeometry:
     max_width: int
     resample: ClassVar[int] = BICUBIC
     placeholder: ClassVar[str] = IMG
-    around: ClassVar[tuple[str, str]] = "", ""
-    framed: ClassVar[tuple[str, str]] = "", ""
     needed_tokens: ClassVar[tuple[str, ...]] = IMG, BREAK, END
     most_tiles: ClassVar[int] = 1
 
@@ -76,10 +80,6 @@ class PixtralGeometry:
     def expansion(self, rows: int, columns: int, rows_per_tile: int) -> str:  # noqa: ARG002
         """Return the text in place of the template's placeholder, as the processor."""
         return BREAK.join([IMG * columns] * rows) + END
-
-    def order(self, size: tuple[int, int], layout: tuple[int, int], rows_per_tile: int) -> Rows:  # noqa: ARG002
-        """Return the usual order."""
-        return ()
 
     @property
     def unit(self) -> int:

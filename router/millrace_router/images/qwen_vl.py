@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from millrace_router.images.geometry import MAX_RATIO, GeometryError, Layout, check_flags
-from millrace_router.request.images import FEATURES_PER_COST, Detail, Rows
+from millrace_router.images.geometry import (
+    MAX_RATIO,
+    GeometryError,
+    Layout,
+    UsualGeometry,
+    check_flags,
+)
+from millrace_router.request.images import FEATURES_PER_COST, Detail
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 MOST_PIXELS = 1 << 26
@@ -18,7 +24,7 @@ START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QwenGeometry:
+class QwenGeometry(UsualGeometry):
     """The settings of a processor. A picture is one tile, whose sides are multiples of `cell`."""
 
     family: str
@@ -30,7 +36,6 @@ class QwenGeometry:
     resample: ClassVar[int] = BICUBIC
     placeholder: ClassVar[str] = PAD
     around: ClassVar[tuple[str, str]] = START, END
-    framed: ClassVar[tuple[str, str]] = "", ""
     needed_tokens: ClassVar[tuple[str, ...]] = PAD, START, END
     most_tiles: ClassVar[int] = 1
 
@@ -76,10 +81,6 @@ class QwenGeometry:
     def expansion(self, rows: int, columns: int, rows_per_tile: int) -> str:  # noqa: ARG002
         """Return the text in place of the template's placeholder, as the processor."""
         return PAD * rows_per_tile
-
-    def order(self, size: tuple[int, int], layout: tuple[int, int], rows_per_tile: int) -> Rows:  # noqa: ARG002
-        """Return the usual order."""
-        return ()
 
     @property
     def unit(self) -> int:

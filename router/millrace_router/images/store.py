@@ -8,6 +8,7 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 
 from millrace_router.errors import ImageInvalid, Overloaded
@@ -94,6 +95,8 @@ class ImageStore:
                 sources[self.max_images].part,
                 f"is one too many: a request may have {self.max_images}",
             )
+        if self.geometry.has_one_grid and len(sources) > 1:
+            sources = [replace(source, detail="low") for source in sources]
         images = tuple([await self._prepare(source) for source in sources])
         num_rows = 0
         for source, image in zip(sources, images, strict=True):
@@ -101,7 +104,8 @@ class ImageStore:
             if num_rows > self.max_rows:
                 raise ImageInvalid(
                     source.part,
-                    f"has {image.num_rows} tokens, {num_rows} with those before it: a request may have {self.max_rows}",
+                    f"needs {image.num_rows} features, {num_rows} with those before it: a request may have"
+                    f" {self.max_rows}",
                 )
         return images
 
@@ -170,6 +174,7 @@ class ImageStore:
             self._metrics.images_decoded.inc()
         image = self._live.get(tiles.digest)
         if image is None:
+            layout = tiles.rows, tiles.columns
             image = PreparedImage(
                 digest=tiles.digest,
                 rows=tiles.rows,
@@ -181,9 +186,8 @@ class ImageStore:
                 is_grid=tiles.is_grid,
                 pixels=tiles.pixels,
                 extra_rows=self._extra_rows,
-                order=self.geometry.order(
-                    tiles.size, (tiles.rows, tiles.columns), self._rows_per_tile
-                ),
+                order=self.geometry.order(tiles.size, layout, self._rows_per_tile),
+                reduction=self.geometry.reduction(tiles.size, layout, self._rows_per_tile),
             )
             self._live[tiles.digest] = image
             self.in_use += len(image.pixels)

@@ -28,6 +28,22 @@ Rows = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class GridReduction:
+    """Replaces the features of a grid of tiles with fewer ones, which take the first rows."""
+
+    columns: int
+    """Tiles of a row of the grid."""
+    top: int
+    """Rows of features that are left out at the top, and as many at the bottom."""
+    left: int
+    """Columns of features that are left out on the left, and as many on the right."""
+    rows: int
+    """To which the others are resampled, bilinearly."""
+    row_size: int
+    """Features of such a row."""
+
+
+@dataclass(frozen=True, slots=True)
 class ImageSource:
     """A picture as a client names it."""
 
@@ -61,6 +77,8 @@ class PreparedImage:
     """Rows of features behind its tiles' rows."""
     order: Rows = ()
     """The rows of features for its placeholders, as (first row, count); empty: all rows, one after the other."""
+    reduction: GridReduction | None = None
+    """What becomes of the features of all tiles but the last; None: they stay as they are."""
 
     @property
     def tile_cost(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated
 
 from pydantic import Field
@@ -42,6 +42,8 @@ class VisionInfo:
     """Rows of features of each picture behind its tiles' rows."""
     cell: int = 0
     """Pixels of a side of what a feature stands for, if pictures are one tile of any size."""
+    max_grid_tiles: int = 0
+    """Tiles beyond which the features of a grid become fewer; 0: they never do."""
 
     def rows_of_tile(self, height: int, width: int) -> int:
         """Return the rows of features of a tile of this size in pixels."""
@@ -193,6 +195,7 @@ def _vision_from_pb(message: pb.Vision) -> VisionInfo:
         mask=_MASKS[message.mask],
         extra_rows=message.extra_rows,
         cell=message.cell,
+        max_grid_tiles=message.max_grid_tiles,
     )
 
 
@@ -240,7 +243,9 @@ async def image_to_pb(
     epoch: int, slot: int, first_row: int, image: PreparedImage
 ) -> AsyncIterator[pb.PutImageRequest]:
     """Yield the messages of PutImage: the first has all fields, the others further pixels."""
-    pixels = memoryview(image.pixels)
+    pixels, reduction = memoryview(image.pixels), None
+    if image.reduction is not None:
+        reduction = pb.GridReduction(**asdict(image.reduction))
     yield pb.PutImageRequest(
         epoch=epoch,
         image_slot=slot,
@@ -250,6 +255,7 @@ async def image_to_pb(
         height=image.height,
         width=image.width,
         pixels=bytes(pixels[:PIXELS_PER_MESSAGE]),
+        reduction=reduction,
     )
     for start in range(PIXELS_PER_MESSAGE, len(pixels), PIXELS_PER_MESSAGE):
         yield pb.PutImageRequest(pixels=bytes(pixels[start : start + PIXELS_PER_MESSAGE]))

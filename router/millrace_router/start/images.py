@@ -22,7 +22,7 @@ from millrace_router.text.tokenizer import Tokenizer
 
 PROCESSOR_FILE = "preprocessor_config.json"
 PROCESSORS_FILE = "processor_config.json"
-"""What newer checkpoints have instead, with the settings under `image_processor`."""
+"""In newer checkpoints, with the settings under `image_processor`, which come first, as in transformers."""
 PAYLOAD_LIMIT = 32_000_000
 """Default of --payload-limit for models that read pictures, which are in the bodies."""
 
@@ -72,15 +72,19 @@ def _default_limit() -> int:
 def _geometry(folder: Path, vision: VisionInfo) -> AnyGeometry:
     path, newer = folder / PROCESSOR_FILE, folder / PROCESSORS_FILE
     try:
-        if path.is_file() or not newer.is_file():
+        processor = None
+        if newer.is_file():
+            processors = orjson.loads(read_small_file(newer))
+            processor = processors.get("image_processor") if isinstance(processors, dict) else None
+        if processor is None:
             processor = orjson.loads(read_small_file(path))
         else:
-            path, processors = newer, orjson.loads(read_small_file(newer))
-            processor = processors.get("image_processor") if isinstance(processors, dict) else None
+            path = newer
         if not isinstance(processor, dict):
             raise StartupError(f"{path} does not hold a JSON object with the settings of images")
-        own = {"cell": vision.cell} if vision.cell else {}
-        return geometry_of(vision.family, processor | own)
+        # What the classes in transformers take from config.json.
+        own = {"cell": vision.cell, "max_grid_tiles": vision.max_grid_tiles}
+        return geometry_of(vision.family, {**processor, **{k: v for k, v in own.items() if v}})
     except (OSError, orjson.JSONDecodeError) as error:
         raise StartupError(
             f"{path}, which models with images need, cannot be read: {error}"

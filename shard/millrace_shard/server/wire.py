@@ -34,6 +34,7 @@ from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.kernels.kv_cache import cache_dtype_name
 from millrace_shard.kernels.kv_store import Directory
 from millrace_shard.vision.encoder import IMAGE_SLOTS, ImageSize, Vision
+from millrace_shard.vision.grid_reduction import GridReduction
 
 KINDS = {
     FailureKind.FAILED: pb.StepError.KIND_FAILED,
@@ -146,6 +147,7 @@ def _vision(vision: Vision) -> pb.Vision:
         num_layers=spec.num_layers,
         mask=_MASKS[spec.mask],
         extra_rows=spec.extra_rows,
+        max_grid_tiles=spec.max_grid_tiles,
     )
 
 
@@ -158,6 +160,10 @@ _MASKS = {
 
 def image_from_pb(message: pb.PutImageRequest) -> ImageSize:
     """What the first message of an image says of it."""
+    reduction = None
+    if message.HasField("reduction"):
+        sent = message.reduction
+        reduction = GridReduction(sent.columns, sent.top, sent.left, sent.rows, sent.row_size)
     return ImageSize(
         slot=message.image_slot,
         first_row=message.first_row,
@@ -165,6 +171,7 @@ def image_from_pb(message: pb.PutImageRequest) -> ImageSize:
         num_tiles=message.num_tiles,
         height=message.height,
         width=message.width,
+        reduction=reduction,
     )
 
 

@@ -23,6 +23,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import start_download, upload
 from millrace_shard.errors import ImageInvalid, StepInvalid, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.vision.grid_reduction import GridReduction
 from millrace_shard.vision.registry import FAMILIES, AnyTower
 from millrace_shard.vision.spec import CHANNELS, VisionSpec
 from millrace_shard.weights.weights import Weights
@@ -47,6 +48,8 @@ class ImageSize:
     height: int
     """Pixels of a tile."""
     width: int
+    reduction: GridReduction | None = None
+    """What becomes of the features of all tiles but the last."""
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +89,10 @@ class Vision:
 
     def check(self, size: ImageSize) -> None:
         """Raise ImageInvalid unless the model reads tiles of this size, and so many."""
-        refusal = self.spec.refusal(size.num_tiles, size.height, size.width)
+        spec, reduction = self.spec, size.reduction
+        refusal = spec.refusal(size.num_tiles, size.height, size.width)
+        if refusal is None and reduction is not None:
+            refusal = reduction.refusal(spec, size.num_tiles - 1)
         if refusal is not None:
             raise ImageInvalid(refusal)
 
@@ -223,6 +229,9 @@ class ImageEncoder:
             return None
         encoded = tower.end(result)
         self.features.write(size.first_row + unit * len(encoded), encoded)
+        if size.reduction is not None and unit == size.num_tiles - 1:
+            grid = self.features.values[size.first_row :][: unit * len(encoded)]
+            self.features.write(size.first_row, size.reduction.of(grid.view(unit, *encoded.shape)))
         if (extra := tower.extra()) is not None:
             self.features.write(size.first_row + size.num_tiles * spec.rows_per_tile, extra)
         return encoded

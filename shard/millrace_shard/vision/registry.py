@@ -73,6 +73,7 @@ FAMILIES: Mapping[str, VisionFamily] = {
     "gemma3": VisionFamily(gemma3.read, gemma3.GemmaTower),
     "llava": VisionFamily(llava.read, llava.LlavaTower),
     "llava_next": VisionFamily(llava.read, llava.LlavaTower),
+    "llava_onevision": VisionFamily(llava.read, llava.LlavaTower),
     "paligemma": VisionFamily(paligemma.read, paligemma.PaliGemmaTower, Mask.PROMPT),
     "internvl": VisionFamily(internvl.read, internvl.InternTower),
     "pixtral": VisionFamily(pixtral.read, pixtral.PixtralTower),
@@ -101,12 +102,16 @@ def read_vision(folder: Path) -> VisionSpec | None:
 
 
 def _processor(folder: Path) -> Mapping[str, Any] | None:
-    """PREPROCESSOR, or what newer checkpoints have in its place; None without either."""
-    processor = read_json_object(folder / PREPROCESSOR)
-    if processor is not None:
-        return processor
-    newer = (read_json_object(folder / PROCESSORS) or {}).get("image_processor")
-    return newer if isinstance(newer, dict) else None
+    """What newer checkpoints have in place of PREPROCESSOR, or that; None without either.
+
+    Fields that are null are left out, as the classes in transformers have their defaults for both.
+    """
+    processor = (read_json_object(folder / PROCESSORS) or {}).get("image_processor")
+    if not isinstance(processor, dict):
+        processor = read_json_object(folder / PREPROCESSOR)
+    if processor is None:
+        return None
+    return {name: value for name, value in processor.items() if value is not None}
 
 
 def _name(raw: Mapping[str, Any]) -> str:

@@ -98,6 +98,8 @@ class VisionSpec:
     """Rows of each image behind its tiles' rows, with features that are the same for all images."""
     cell: int = 0
     """Not 0: an image is one tile of any size up to `tile_size`, and a feature is a square of so many pixels a side."""
+    max_grid_tiles: int = 0
+    """Not 0: the features of a grid of tiles become fewer if it has more tiles, roughly, without its padding."""
     has_axes: bool = False
     """Whether tokens of an image have its rows and columns as positions."""
 
@@ -109,7 +111,8 @@ class VisionSpec:
         fits = side <= encoder.positions_per_side and not side % self.shuffle
         if self.is_whole:
             fits = fits and side == encoder.positions_per_side
-        if not fits or self.tile_size % encoder.patch_size:
+        # An encoder whose patches do not fill its tiles leaves out pixels on the right and at the bottom.
+        if not fits or (self.tile_size % encoder.patch_size and not self.is_whole):
             raise UnsupportedModel(
                 f"tiles of {self.tile_size} pixels do not fit patches of {encoder.patch_size} pixels, {self.shuffle}"
                 f" a side of a feature, and {encoder.positions_per_side} positions a side"

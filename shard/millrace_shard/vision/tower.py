@@ -228,7 +228,8 @@ def position_buckets(side: int, positions: int) -> Tensor:
 
 
 def patches_of(pixels: Tensor, patch: int) -> Tensor:
-    """The patches of a tile [3, height, width], row by row: [patches, 3 * patch * patch]."""
+    """The patches of a tile [3, height, width], row by row: [patches, 3 * patch * patch]; the rest is left out."""
     rows, columns = (side // patch for side in pixels.shape[1:])
-    cells = pixels.view(CHANNELS, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)
+    whole = pixels[:, : rows * patch, : columns * patch]
+    cells = whole.reshape(CHANNELS, rows, patch, columns, patch).permute(1, 3, 0, 2, 4)
     return cells.reshape(rows * columns, -1)

@@ -273,7 +273,7 @@ async def test_more_images_or_tokens_than_allowed_are_refused_by_their_part() ->
             ),
             (
                 [part()] * 2,
-                "`messages.0.content.1`: the image has 10 tokens, 20 with those before it",
+                "`messages.0.content.1`: the image needs 10 features, 20 with those before it",
             ),
         ):
             status, answer, _ = await edge.post(CHAT, asks(*content))

@@ -26,6 +26,10 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -177,6 +181,33 @@ def test_the_grid_of_llava_next_is_that_of_transformers_to_the_bit(size: tuple[i
     assert sum(count for _, count in order) == counter._get_number_of_features(*tiles.size, 24, 24)
     low = decoded(encoded(image), processor, detail="low", family="llava_next")
     assert low.pixels == values[:1].astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("size", [*SIZES, (60, 60), (200, 150), (70, 190)], ids=str)
+def test_the_grid_of_llava_onevision_is_that_of_transformers_to_the_bit(
+    size: tuple[int, int],
+) -> None:
+    image, edge = noise(*size), {"size": {"height": 24, "width": 24}}
+    processor = {**edge, "image_grid_pinpoints": GRIDS}
+    made = LlavaOnevisionImageProcessorPil(**processor, do_rescale=False, do_normalize=False)
+    values = np.asarray(made.preprocess([image], return_tensors="np")["pixel_values"])[0]
+    own, most = {**processor, "max_grid_tiles": 2}, 3 * 3
+    tiles = decoded(encoded(image), own, family="llava_onevision")
+    expected = np.concatenate([values[1:], values[:1]]).astype(np.uint8)
+    assert (tiles.num_tiles, tiles.pixels) == (len(expected), expected.tobytes())
+    geometry = geometry_of("llava_onevision", own)
+    order = geometry.order(tiles.size, (tiles.rows, tiles.columns), most)
+    counter = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+    counter.image_processor, counter.num_image_tokens = made, most
+    counter.vision_aspect_ratio = "anyres_max_2"
+    assert sum(count for _, count in order) == counter._get_number_of_features(*tiles.size, 24, 24)
+    assert max(first + count for first, count in order) <= len(expected) * most + 1
+    # In a conversation with several pictures, each has borders in place of a grid.
+    both = made.preprocess([[image, image]], return_tensors="np")["pixel_values"]
+    low = decoded(encoded(image), own, detail="low", family="llava_onevision")
+    assert low.pixels == np.asarray(both)[1].astype(np.uint8).tobytes()
+    if size == (200, 150):
+        assert geometry.reduction(tiles.size, (tiles.rows, tiles.columns), most) is not None
 
 
 def test_the_text_for_a_square_is_that_of_the_processor() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from millrace_router.errors import ImageInvalid, Overloaded
 from millrace_router.images.child import BrokenProcessError, DecodingLimits, Tiles
+from millrace_router.images.families import geometry_of
 from millrace_router.images.fetch import ImageFetcher
-from millrace_router.images.geometry import Geometry
+from millrace_router.images.geometry import AnyGeometry, Geometry
 from millrace_router.images.store import ImageStore
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.images import Detail, ImageSource, spans_of
@@ -26,12 +27,15 @@ class FakeProcess:
     """Makes one tile of any bytes; breaks for those in `breaks`."""
 
     def __init__(self) -> None:
-        self.geometry, self.limits = GEOMETRY, DecodingLimits()
+        self.geometry: AnyGeometry = GEOMETRY
+        self.limits = DecodingLimits()
         self.breaks: set[bytes] = set()
         self.decoded: list[bytes] = []
+        self.details: list[Detail] = []
 
     async def decode(self, content: bytes, detail: Detail) -> Tiles:
         self.decoded.append(content)
+        self.details.append(detail)
         await asyncio.sleep(0)
         if content in self.breaks:
             raise BrokenProcessError
@@ -54,6 +58,16 @@ def store_of(
 
 def source(name: str, part: str = "messages.0.content.0") -> ImageSource:
     return ImageSource(f"data:image/png;base64,{base64.b64encode(name.encode()).decode()}", part)
+
+
+async def test_only_an_image_without_others_has_a_grid_in_llava_onevision() -> None:
+    process = FakeProcess()
+    for geometry in (geometry_of("llava_onevision", {"max_grid_tiles": 9}), GEOMETRY):
+        process.geometry = geometry
+        store = store_of(process, num_images=1 << 17)
+        for names in ("a", "ab"):
+            await store.prepare([source(name) for name in names])
+    assert process.details == ["auto", "low", "low", "auto", "auto"]
 
 
 async def test_requests_at_once_with_one_image_share_it() -> None:

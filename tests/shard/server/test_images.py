@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import grpc
 import pytest
@@ -73,13 +74,13 @@ class Shard:
         assert not answer.HasField("error"), answer.error.message
         return answer
 
-    def put(self, pixels: Pixels, *, part: int = 500, **fields: int | bytes) -> str:
+    def put(self, pixels: Pixels, *, part: int = 500, **fields: Any) -> str:
         """The error of PutImage, or nothing."""
         tiles, _, height, width = pixels.shape
         data, sizes = pixels.tobytes(), {"num_tiles": tiles, "height": height, "width": width}
-        first = {"epoch": self.epoch, "digest": b"d" * 32} | sizes | fields
+        first: dict[str, Any] = {"epoch": self.epoch, "digest": b"d" * 32} | sizes | fields
         messages = [
-            pb.PutImageRequest(pixels=data[:part], **first),  # type: ignore[arg-type]
+            pb.PutImageRequest(pixels=data[:part], **first),
             *(
                 pb.PutImageRequest(pixels=data[at : at + part])
                 for at in range(part, len(data), part)
@@ -192,10 +193,11 @@ def test_equal_tiles_have_equal_checksums(warm: Shard) -> None:
         ({"num_tiles": 0}, "tiles; 1 to"),
         ({"image_slot": 8}, "image slot 8"),
         ({"first_row": FEATURE_ROWS - ROWS}, "more than the 2043 rows"),
+        ({"reduction": pb.GridReduction(columns=1)}, "not resampled by this model"),
     ],
 )
 def test_an_image_of_other_sizes_is_refused_and_steps_go_on(
-    warm: Shard, fields: dict[str, int], words: str
+    warm: Shard, fields: dict[str, Any], words: str
 ) -> None:
     assert words in warm.put(picture(2, seed=1), **fields)
     warm.step(filter_batch=pb.FilterBatch())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.image_transforms import normalize, rescale
 from transformers.image_utils import ChannelDimension
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from millrace_router.images.families import geometry_of
+from millrace_router.images.qwen_vl import FAMILIES as QWEN_FAMILIES
 from millrace_shard.batch.sequence import ImageGrid, ImageSpan
 from millrace_shard.batch.step import Encode, Forward, StepResult
 from millrace_shard.commands.composition import load
@@ -25,6 +39,7 @@ from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import StepInvalid, UnsupportedModel
 from millrace_shard.models.description import ModelDescription
+from millrace_shard.vision.grid_reduction import GridReduction
 from millrace_shard.vision.registry import read_vision
 from millrace_testing.engines.image_stepper import (
     ROWS,
@@ -44,12 +59,14 @@ from millrace_testing.models.vision_models import (
     picture,
     prompt_with,
     reference_features,
+    save_tiny_qwen,
     save_tiny_vision,
     spec_of,
 )
 from millrace_testing.shards.ranks import run_ranks
 
-FAMILIES = tuple(kind for kind in KINDS if kind != "llava_next")
+GRID_FAMILIES = ("llava_next", "llava_onevision")
+FAMILIES = tuple(kind for kind in KINDS if kind not in GRID_FAMILIES)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -192,7 +209,7 @@ DTYPES = {"plain": torch.float32, "cpu": torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("family", ["idefics3", "gemma3", "paligemma", "mistral3"])
+@pytest.mark.parametrize("family", ["idefics3", "gemma3", "paligemma", "internvl", "mistral3"])
 def test_bits_do_not_depend_on_where_chunks_end(tmp_path: Path, name: str, family: str) -> None:
     save_tiny_vision(tmp_path, family)
     dtype = DTYPES[name]
@@ -364,8 +381,20 @@ def test_a_tile_in_several_steps_has_the_bits_of_one(
         parts.encode([0], [0], [1])
 
 
+def after_prefix(whole: Forward, cached: int) -> Forward:
+    """The admission `whole` in slot 1, where `cached` tokens are in its blocks."""
+    (sequence,) = whole.change.admitted
+    again = replace(sequence, slot=1, cached_tokens=cached)
+    slots = ints([1] * len(whole.change.grown_blocks))
+    return Forward(
+        change=replace(whole.change, admitted=(again,), grown_slots=slots),
+        chunk_slots=ints([1]),
+        chunk_tokens=ints([sequence.num_inputs - cached]),
+    )
+
+
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("family", ["idefics3", "gemma3", "paligemma", "mistral3"])
+@pytest.mark.parametrize("family", ["idefics3", "gemma3", "paligemma", "internvl", "mistral3"])
 def test_bits_do_not_depend_on_a_prefix_that_ends_inside_an_image(
     tmp_path: Path, name: str, family: str
 ) -> None:
@@ -378,15 +407,7 @@ def test_bits_do_not_depend_on_a_prefix_that_ends_inside_an_image(
     expected = bits_of(stepper.run(whole))
     stepper.runner.drop(ints([0]))
     for cached in (prompt.spans[0][0] + 4, prompt.spans[1][0] + 1):
-        (sequence,) = whole.change.admitted
-        again = replace(sequence, slot=1, cached_tokens=cached)
-        count = len(whole.change.grown_blocks)
-        step = Forward(
-            change=replace(whole.change, admitted=(again,), grown_slots=ints([1] * count)),
-            chunk_slots=ints([1]),
-            chunk_tokens=ints([len(prompt.ids) - cached]),
-        )
-        assert bits_of(stepper.run(step)) == expected
+        assert bits_of(stepper.run(after_prefix(whole, cached))) == expected
         stepper.runner.drop(ints([1]))
 
 
@@ -435,41 +456,116 @@ def test_paligemma_2_has_the_answer_of_transformers_and_prompts_within_its_windo
         read_vision(tmp_path)
 
 
-@pytest.mark.parametrize("size", [(40, 50), (30, 90), (90, 20)], ids=str)
-def test_the_grid_of_llava_next_is_packed_as_in_transformers(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
-    model = save_tiny_vision(tmp_path, "llava_next")
-    stepper = ImageStepper(tmp_path, make_kernels("plain", deterministic=True), num_rows=64)
-    spec = spec_of(tmp_path)
-    processor = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    geometry = geometry_of("llava_next", processor | {"image_grid_pinpoints": GRIDS})
-    layout = geometry.layout(*size)
-    order = geometry.order(size, (layout.rows, layout.columns), spec.rows_per_tile)
+def packed(
+    stepper: ImageStepper, size: tuple[int, int], *, low: bool = False, first_row: int = 0
+) -> Prompt:
+    """Encode a picture of this size in pixels, as the router has its tiles and features placed, and return a prompt."""
+    spec = stepper.spec
+    settings = {**KINDS[spec.family].sizes(24), "image_grid_pinpoints": GRIDS}
+    geometry = geometry_of(spec.family, settings | {"max_grid_tiles": spec.max_grid_tiles})
+    layout = geometry.layout(*size, "low" if low else "auto")
+    placed = size, (layout.rows, layout.columns), spec.rows_per_tile
+    reduction = geometry.reduction(*placed)
     tiles = picture(layout.num_tiles, seed=1)
-    stepper.put(tiles, slot=0)
-    stepper.encode([0] * len(tiles), range(len(tiles)))
+    stepper.put(
+        tiles,
+        slot=0,
+        first_row=first_row,
+        reduction=None if reduction is None else GridReduction(*astuple(reduction)),
+    )
     generator = torch.Generator().manual_seed(0)
     before, after = torch.randint(3, IMAGE_TOKEN, (2, 4), generator=generator).tolist()
     spans, position = list[tuple[int, int, int]](), len(before)
-    for row, count in order:
+    for row, count in geometry.order(*placed) or [(0, spec.rows_per_tile + 1)]:
         spans.append((position, count, row))
         position += count
     ids = [*before, *[IMAGE_TOKEN] * (position - len(before)), *after]
-    result = stepper.run(stepper.admission_of(0, Prompt(ids, spans, [tiles])))
-    # The tile of the whole picture is the first there.
-    values = normalised(spec, np.concatenate([tiles[-1:], tiles[:-1]]))
-    with torch.no_grad():
-        out = model(
-            input_ids=torch.tensor([ids]),
-            pixel_values=values[None],
-            image_sizes=torch.tensor([size]),
+    return Prompt(ids, spans, [tiles])
+
+
+@pytest.mark.parametrize("family", GRID_FAMILIES)
+@pytest.mark.parametrize("size", [(40, 50), (30, 90), (90, 20)], ids=str)
+def test_a_grid_is_packed_as_in_transformers(
+    tmp_path: Path, family: str, size: tuple[int, int]
+) -> None:
+    model = save_tiny_vision(tmp_path, family)
+    stepper = ImageStepper(tmp_path, make_kernels("plain", deterministic=True), num_rows=64)
+    for low in (False, True) if family == "llava_onevision" else (False,):
+        prompt = packed(stepper, size, low=low)
+        (tiles,) = prompt.pictures
+        stepper.encode([0] * len(tiles), range(len(tiles)))
+        result = stepper.run(stepper.admission_of(0, prompt))
+        # The tile of the whole picture is the first there; of several pictures, each is one tile.
+        values = normalised(stepper.spec, np.concatenate([tiles[-1:], tiles[:-1]]))
+        more = {"batch_num_images": torch.tensor([2])} if low else {}
+        with torch.no_grad():
+            ids = torch.tensor([prompt.ids])
+            out = model(
+                input_ids=torch.cat([ids, ids], 1) if low else ids,
+                pixel_values=torch.stack([values] * (1 + low)),
+                image_sizes=torch.tensor([size] * (1 + low)),
+                **more,
+            )
+        best = out.logits[0, len(prompt.ids) - 1].log_softmax(-1).topk(5)
+        torch.testing.assert_close(
+            torch.from_numpy(np.sort(result.top_logprobs)),
+            best.values.sort().values,
+            atol=1e-4,
+            rtol=0,
         )
-    best = out.logits[0, -1].log_softmax(-1).topk(5)
-    torch.testing.assert_close(
-        torch.from_numpy(np.sort(result.top_logprobs)), best.values.sort().values, atol=1e-4, rtol=0
-    )
-    assert sorted(result.top_ids.tolist()) == sorted(best.indices.tolist())
+        assert sorted(result.top_ids.tolist()) == sorted(best.indices.tolist())
+        stepper.runner.drop(ints([0]))
+        stepper.runner.images.clear()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "words"),
+    [
+        (GridReduction(3, 0, 0, 1, 1), "4 tiles are not a grid of 3 columns"),
+        (GridReduction(0, 0, 0, 1, 1), "4 tiles are not a grid of 0 columns"),
+        (GridReduction(2, 3, 0, 1, 1), "0 x 6 features do not become 1 x 1"),
+        (GridReduction(2, 1, 2, 4, 3), "4 x 2 features do not become 4 x 3"),
+        (GridReduction(2, 1, 2, 4, 2), None),
+    ],
+)
+def test_a_reduction_that_cannot_be_is_refused(
+    tmp_path: Path, reduction: GridReduction, words: str | None
+) -> None:
+    save_tiny_vision(tmp_path, "llava_onevision")
+    spec = spec_of(tmp_path)
+    assert reduction.refusal(spec, 4) == words
+    edit_json(tmp_path / "config.json", vision_aspect_ratio="anyres")
+    with pytest.raises(UnsupportedModel, match="vision_aspect_ratio='anyres'"):
+        read_vision(tmp_path)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_bits_of_a_reduced_grid_do_not_depend_on_company_chunks_and_cached_prefixes(
+    tmp_path: Path, name: str
+) -> None:
+    save_tiny_vision(tmp_path, "llava_onevision")
+    kernels = make_kernels(name, deterministic=True, dtype=DTYPES[name])
+    alone, other = (ImageStepper(tmp_path, kernels, DTYPES[name], num_rows=80) for _ in range(2))
+    prompt = packed(alone, (40, 50))
+    (tiles,) = prompt.pictures
+    alone.encode([0] * len(tiles), range(len(tiles)))
+    whole = alone.admission_of(0, prompt)
+    expected = bits_of(alone.run(whole))
+    packed(other, (40, 50), first_row=ROWS)
+    other.put(picture(1, seed=5), slot=1)
+    most = other.spec.num_layers
+    other.encode([0, 0, 1], [0, 1, 0], [most, 3, most])
+    other.encode([0, 0, 0, 0], [1, 2, 3, 4], [most - 3, most, most, most])
+    assert torch.equal(other.features.values[ROWS:][:64], alone.features.values[:64])
+    alone.runner.drop(ints([0]))
+    for cached in (6, 20):
+        assert bits_of(alone.run(after_prefix(whole, cached))) == expected
+        alone.runner.drop(ints([1]))
+    step = other.admission_of(0, prompt, first_row=ROWS)
+    for end in (5, 14, 17, len(prompt.ids) - 5):
+        other.free[:] = range(100, 0, -1)
+        assert bits_of(other.chunks(step, [end, len(prompt.ids) - end])) == expected
+        other.runner.drop(ints([0]))
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -524,13 +620,43 @@ def test_a_processor_that_cannot_be_is_refused(
         read_vision(tmp_path)
 
 
-def test_newer_checkpoints_have_the_processor_in_another_file(tmp_path: Path) -> None:
-    save_tiny_vision(tmp_path, "internvl")
-    spec, path = spec_of(tmp_path), tmp_path / "preprocessor_config.json"
-    newer = {"image_processor": json.loads(path.read_text()), "image_seq_length": ROWS}
-    path.unlink()
+PROCESSORS = {
+    **dict.fromkeys(("idefics3", "smolvlm"), Idefics3ImageProcessorPil),
+    "gemma3": Gemma3ImageProcessorPil,
+    "llava": CLIPImageProcessorPil,
+    "llava_next": LlavaNextImageProcessorPil,
+    "llava_onevision": LlavaOnevisionImageProcessorPil,
+    "paligemma": SiglipImageProcessorPil,
+    "internvl": GotOcr2ImageProcessorPil,
+    **dict.fromkeys(("pixtral", "mistral3"), PixtralImageProcessorPil),
+    **dict.fromkeys(QWEN_FAMILIES, Qwen2VLImageProcessorPil),
+}
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_the_one_file_of_newer_checkpoints_is_read_as_the_older_one(
+    tmp_path: Path, family: str
+) -> None:
+    (save_tiny_vision if family in KINDS else save_tiny_qwen)(tmp_path, family)
+    older = tmp_path / "preprocessor_config.json"
+    settings, spec = json.loads(older.read_text()), spec_of(tmp_path)
+    if family in GRID_FAMILIES:
+        settings["image_grid_pinpoints"] = GRIDS
+    written = json.loads(PROCESSORS[family](**settings).to_json_string())
+    newer = {
+        "image_processor": written | {"do_center_crop": None, "do_convert_rgb": None},
+        "image_seq_length": ROWS,
+    }
     (tmp_path / "processor_config.json").write_text(json.dumps(newer))
+    # A file that is left over comes second.
+    edit_json(older, image_std=0)
     assert read_vision(tmp_path) == spec
+    older.unlink()
+    assert read_vision(tmp_path) == spec
+    own = {"cell": spec.cell, "max_grid_tiles": spec.max_grid_tiles}
+    geometry = geometry_of(family, newer["image_processor"] | own)
+    assert geometry == geometry_of(family, settings | own)
+    assert geometry.unit == (spec.cell or spec.tile_size)
 
 
 def test_without_its_processor_a_model_reads_text_alone(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.vision.encoder import ImageEncoder, ImageSize, Vision, load_vision
+from millrace_shard.vision.grid_reduction import GridReduction
 from millrace_testing.engines.steps import Stepper, ints
 from millrace_testing.models.models import read_model
 from millrace_testing.models.vision_models import (
@@ -60,7 +61,14 @@ class ImageStepper(Stepper):
         super().__init__(model, kernels, dtype=dtype, images=self.features)
         self.runner.images = ImageEncoder(vision, self.features)
 
-    def put(self, pixels: Pixels, *, slot: int, first_row: int = 0) -> None:
+    def put(
+        self,
+        pixels: Pixels,
+        *,
+        slot: int,
+        first_row: int = 0,
+        reduction: GridReduction | None = None,
+    ) -> None:
         tiles, _, height, width = pixels.shape
         size = ImageSize(
             slot=slot,
@@ -69,6 +77,7 @@ class ImageStepper(Stepper):
             num_tiles=tiles,
             height=height,
             width=width,
+            reduction=reduction,
         )
         assert self.runner.images is not None
         self.runner.images.put(size, pixels)

@@ -84,7 +84,7 @@ def _longest(edge: int) -> dict[str, Any]:
 
 
 GRIDS = [[24, 48], [48, 24], [48, 48]]
-"""Of tiles of LLaVA-NeXT, in pixels."""
+"""Of tiles of LLaVA-NeXT and LLaVA-OneVision, in pixels."""
 _CLIP = {"model_type": "clip_vision_model", "patch_size": 8, "num_hidden_layers": 3}
 _OUTPUT = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 _PIXTRAL = {"model_type": "pixtral"}
@@ -102,6 +102,14 @@ KINDS = {
         {"image_grid_pinpoints": GRIDS},
         _CLIP,
         _cropped,
+        image_token="image_token_index",
+    ),
+    # Its patches leave out pixels of each tile, as those of published models do.
+    "llava_onevision": Kind(
+        "qwen2",
+        {"image_grid_pinpoints": GRIDS, "vision_aspect_ratio": "anyres_max_2"},
+        _SIGLIP | {"patch_size": 7},
+        _square,
         image_token="image_token_index",
     ),
     "paligemma": Kind(
