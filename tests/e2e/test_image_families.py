@@ -46,6 +46,13 @@ def _gemma3(settings: dict[str, Any], tokens: PreTrainedTokenizerFast) -> Any:
     return Gemma3Processor(Gemma3ImageProcessorPil(**settings), tokens, image_seq_length=ROWS)
 
 
+def _scanning(settings: dict[str, Any], tokens: PreTrainedTokenizerFast) -> Any:
+    processor = _gemma3(settings, tokens)
+    # Its own defaults take precedence over those of its processor of images.
+    processor.images_kwargs = {name: settings[name] for name in _SCAN}
+    return processor
+
+
 def _llava_next(settings: dict[str, Any], tokens: PreTrainedTokenizerFast) -> Any:
     return LlavaNextProcessor(
         LlavaNextImageProcessorPil(**settings),
@@ -90,6 +97,12 @@ class Case:
     names: dict[str, str]
 
 
+_SCAN = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 12,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
 _SQUARE = {"size": {"height": TILE, "width": TILE}}
 CASES = {
     "gemma3": Case(
@@ -97,6 +110,17 @@ CASES = {
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         _SQUARE,
         _gemma3,
+        {
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+    ),
+    "gemma3 with pan and scan": Case(
+        "<start_of_image>",
+        ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        _SQUARE | _SCAN,
+        _scanning,
         {
             "image_token": "<image_soft_token>",
             "boi_token": "<start_of_image>",
@@ -140,6 +164,7 @@ def write_model(folder: Path, family: str) -> tuple[Any, Any, Tokenizer]:
     settings["chat_template"] = TEMPLATE.replace("<image>", case.written)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     text = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024, "eos_token_id": 1}
+    family = family.split(maxsplit=1)[0]
     if family == "gemma3":
         text["sliding_window"] = 16
     image_token_id = tokens.token_to_id(case.tokens[0])

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import resource
 import struct
 import sys
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, BinaryIO, NoReturn
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -115,8 +117,12 @@ def _squared(image: Image.Image, color: tuple[int, ...]) -> Image.Image:
 def _tiles(
     original: Image.Image, image: Image.Image, layout: Layout, resample: int
 ) -> Iterator[Image.Image]:
-    """Yield the tiles of a resized picture row by row, and then the whole picture as one."""
+    """Yield the tiles of a resized picture row by row, and then, or before them, the whole picture as one."""
     tall, wide = layout.tile
+    if layout.is_cropped:
+        yield image
+        yield from (each.resize((wide, tall), resample) for each in _crops(original, layout))
+        return
     if layout.num_tiles == 1:
         yield _middle(image, tall, wide)
         return
@@ -127,6 +133,13 @@ def _tiles(
             left, top = column * wide, row * tall
             yield image.crop((left, top, left + wide, top + tall))
     yield (original if layout.is_padded else image).resize((wide, tall), resample)
+
+
+def _crops(image: Image.Image, layout: Layout) -> Iterator[Image.Image]:
+    """Yield the parts of a picture, row by row."""
+    tall, wide = math.ceil(image.height / layout.rows), math.ceil(image.width / layout.columns)
+    for top, left in product(range(0, image.height, tall), range(0, image.width, wide)):
+        yield image.crop((left, top, min(left + wide, image.width), min(top + tall, image.height)))
 
 
 def _middle(image: Image.Image, height: int, width: int) -> Image.Image:

@@ -43,6 +43,9 @@ class Layout:
     """Whether the grid is padded with black around the resized picture, if it is smaller, and the tile that shows the
     whole picture is resized from the picture as it came; the placement of features may then depend on the picture's
     size."""
+    is_cropped: bool = False
+    """Whether the first tile shows the whole picture, and the others are cut from it as it came, the last ones of rows
+    and columns maybe smaller, before each is resized."""
     square: tuple[int, ...] | None = None
     """The colour of the borders that make the picture a square before it is resized; None: there are none."""
 

@@ -1,4 +1,6 @@
-"""Gemma 3: one square of an image, whose patches are averaged in squares; its tokens see each other."""
+"""Gemma 3: a square of an image, and with pan and scan one of each part. Patches are averaged in squares; the tokens of
+a square of an image see each other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from millrace_shard.kernels.layer_weights import LinearWeights, NormWeights
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_shard.models.config import ConfigReader
 from millrace_shard.vision.spec import (
-    PREPROCESSOR,
     PROCESSOR,
     SIGLIP,
     VisionSpec,
@@ -31,13 +32,13 @@ from millrace_shard.vision.spec import (
 from millrace_shard.vision.tower import Tower, WeightReader
 
 _CONFIG = {"mm_tokens_per_image": 256, "image_token_index": 262_144}
-_SIZE = {"size": {"height": 224, "width": 224}}
+_SIZES = {"pan_and_scan_max_num_crops": 4, "size": {"height": 224, "width": 224}}
 
 
 def read(raw: Mapping[str, Any], raw_processor: Mapping[str, Any]) -> VisionSpec:
     """The spec by the objects of config.json and preprocessor_config.json. Raises UnsupportedModel."""
     config = ConfigReader(raw, _CONFIG)
-    processor = ConfigReader(raw_processor, {**PROCESSOR, **_SIZE})
+    processor = ConfigReader(raw_processor, {**PROCESSOR, **_SIZES})
     encoder, side = siglip(part(config, "vision_config", SIGLIP)), square(processor)
     patches, count = side // encoder.patch_size, config.count("mm_tokens_per_image")
     features = math.isqrt(count)
@@ -46,14 +47,15 @@ def read(raw: Mapping[str, Any], raw_processor: Mapping[str, Any]) -> VisionSpec
             f"mm_tokens_per_image={count} does not fit {patches} patches a side of an image"
         )
     check_window(config, count)
+    crops = 0
     if processor.flag("do_pan_and_scan"):
-        raise UnsupportedModel(f"{PREPROCESSOR}: do_pan_and_scan is not supported")
+        crops = processor.count("pan_and_scan_max_num_crops")
     return VisionSpec(
         family=config.model_type,
         encoder=encoder,
         pixels=pixels(processor),
         tile_size=side,
-        max_tiles=1,
+        max_tiles=1 + crops,
         shuffle=patches // features,
         text_size=text_size(config),
         image_token_id=token_id(config),

@@ -151,6 +151,44 @@ def test_a_square_is_that_of_transformers_to_the_bit(family: str) -> None:
         assert tiles.pixels == expected.astype(np.uint8).tobytes()
 
 
+SCAN = {
+    "size": {"height": 28, "width": 28},
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 8,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+
+
+def in_both_details(
+    images: list[Image.Image], processor: dict[str, Any], family: str
+) -> list[tuple[Tiles, Tiles]]:
+    """What one process makes of each picture with the details `auto` and `low`."""
+
+    async def run(process: DecodingProcess) -> list[tuple[Tiles, Tiles]]:
+        contents = [encoded(image) for image in images]
+        return [
+            (await process.decode(each, "auto"), await process.decode(each, "low"))
+            for each in contents
+        ]
+
+    tiles: list[tuple[Tiles, Tiles]] = with_process(run, processor, family)
+    return tiles
+
+
+def test_pan_and_scan_has_the_tiles_of_transformers_to_the_bit() -> None:
+    images = [noise(*size) for size in (*SIZES, (26, 10), (16, 23), (10, 60), (7, 30))]
+    made = Gemma3ImageProcessorPil(**SCAN, do_rescale=False, do_normalize=False)
+    geometry = geometry_of("gemma3", SCAN)
+    for image, (tiles, low) in zip(images, in_both_details(images, SCAN, "gemma3"), strict=True):
+        values = made.preprocess(image, return_tensors="np")
+        expected = np.asarray(values["pixel_values"]).astype(np.uint8)
+        assert tiles.rows * tiles.columns == values["num_crops"][0]
+        assert (tiles.num_tiles, tiles.pixels) == (len(expected), expected.tobytes())
+        assert tiles.num_tiles <= geometry.most_tiles
+        assert (low.num_tiles, low.pixels) == (1, expected[:1].tobytes())
+
+
 CROPPED = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
 GRIDS = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]]
 
@@ -183,31 +221,29 @@ def test_the_grid_of_llava_next_is_that_of_transformers_to_the_bit(size: tuple[i
     assert low.pixels == values[:1].astype(np.uint8).tobytes()
 
 
-@pytest.mark.parametrize("size", [*SIZES, (60, 60), (200, 150), (70, 190)], ids=str)
-def test_the_grid_of_llava_onevision_is_that_of_transformers_to_the_bit(
-    size: tuple[int, int],
-) -> None:
-    image, edge = noise(*size), {"size": {"height": 24, "width": 24}}
-    processor = {**edge, "image_grid_pinpoints": GRIDS}
+def test_the_grid_of_llava_onevision_is_that_of_transformers_to_the_bit() -> None:
+    processor = {"size": {"height": 24, "width": 24}, "image_grid_pinpoints": GRIDS}
     made = LlavaOnevisionImageProcessorPil(**processor, do_rescale=False, do_normalize=False)
-    values = np.asarray(made.preprocess([image], return_tensors="np")["pixel_values"])[0]
-    own, most = {**processor, "max_grid_tiles": 2}, 3 * 3
-    tiles = decoded(encoded(image), own, family="llava_onevision")
-    expected = np.concatenate([values[1:], values[:1]]).astype(np.uint8)
-    assert (tiles.num_tiles, tiles.pixels) == (len(expected), expected.tobytes())
-    geometry = geometry_of("llava_onevision", own)
-    order = geometry.order(tiles.size, (tiles.rows, tiles.columns), most)
+    geometry = geometry_of("llava_onevision", processor | {"max_grid_tiles": 2})
     counter = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
-    counter.image_processor, counter.num_image_tokens = made, most
+    counter.image_processor, counter.num_image_tokens = made, 9
     counter.vision_aspect_ratio = "anyres_max_2"
-    assert sum(count for _, count in order) == counter._get_number_of_features(*tiles.size, 24, 24)
-    assert max(first + count for first, count in order) <= len(expected) * most + 1
-    # In a conversation with several pictures, each has borders in place of a grid.
-    both = made.preprocess([[image, image]], return_tensors="np")["pixel_values"]
-    low = decoded(encoded(image), own, detail="low", family="llava_onevision")
-    assert low.pixels == np.asarray(both)[1].astype(np.uint8).tobytes()
-    if size == (200, 150):
-        assert geometry.reduction(tiles.size, (tiles.rows, tiles.columns), most) is not None
+    images = [noise(*size) for size in (*SIZES, (60, 60), (200, 150), (70, 190))]
+    both = in_both_details(images, processor | {"max_grid_tiles": 2}, "llava_onevision")
+    reduced = 0
+    for image, (tiles, low) in zip(images, both, strict=True):
+        values = np.asarray(made.preprocess([image], return_tensors="np")["pixel_values"])[0]
+        expected = np.concatenate([values[1:], values[:1]]).astype(np.uint8)
+        assert (tiles.num_tiles, tiles.pixels) == (len(expected), expected.tobytes())
+        layout = tiles.rows, tiles.columns
+        order = geometry.order(tiles.size, layout, 9)
+        count = counter._get_number_of_features(*tiles.size, 24, 24)
+        assert sum(each for _, each in order) == count
+        reduced += geometry.reduction(tiles.size, layout, 9) is not None
+        # In a conversation with several pictures, each has borders in place of a grid.
+        several = made.preprocess([[image, image]], return_tensors="np")["pixel_values"]
+        assert low.pixels == np.asarray(several)[1].astype(np.uint8).tobytes()
+    assert 0 < reduced < len(images)
 
 
 def test_the_text_for_a_square_is_that_of_the_processor() -> None:
@@ -221,9 +257,11 @@ def test_the_text_for_a_square_is_that_of_the_processor() -> None:
         },
     )
     made = Gemma3Processor(Gemma3ImageProcessorPil(), tokens, image_seq_length=4)
-    geometry = geometry_of("gemma3", {})
+    geometry = geometry_of("gemma3", SCAN)
     assert geometry.placeholder == made.image_token
-    assert geometry.expansion(0, 0, 4) == made.full_image_sequence
+    for rows, columns in ((0, 0), (1, 3), (2, 1)):
+        expected = made.replace_image_token({"num_crops": [rows * columns]}, 0)
+        assert geometry.expansion(rows, columns, 4) == expected
 
 
 def test_a_prompt_with_a_picture_is_that_of_the_processor_for_paligemma() -> None:
@@ -401,7 +439,9 @@ def test_settings_that_would_be_ignored_are_refused(
     ("processor", "message"),
     [
         ({"resample": 3}, "`resample` has to be 2"),
-        ({"do_pan_and_scan": True}, "`do_pan_and_scan`"),
+        (SCAN | {"pan_and_scan_max_num_crops": 1}, "whole number from 2 to 63"),
+        (SCAN | {"pan_and_scan_min_crop_size": 3}, "pixels from 4 on"),
+        (SCAN | {"pan_and_scan_min_ratio_to_activate": "1.2"}, "a number from 1 on"),
         ({"size": {"height": 9, "width": 8}}, "square"),
         ({"size": {"longest_edge": 8}}, "`size`"),
     ],

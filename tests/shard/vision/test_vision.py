@@ -620,6 +620,14 @@ def test_a_processor_that_cannot_be_is_refused(
         read_vision(tmp_path)
 
 
+def test_an_image_of_gemma_3_has_further_tiles_only_with_pan_and_scan(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, "gemma3")
+    path = tmp_path / "preprocessor_config.json"
+    for scans, number, most in ((False, 3, 1), (True, None, 5), (True, 7, 8)):
+        edit_json(path, do_pan_and_scan=scans, pan_and_scan_max_num_crops=number)
+        assert spec_of(tmp_path).max_tiles == most
+
+
 PROCESSORS = {
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics3ImageProcessorPil),
     "gemma3": Gemma3ImageProcessorPil,
