@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.relay import (
     LENGTH,
     Feed,
+    RelayedImage,
     RelayedRequests,
     Submitted,
     described,
@@ -27,6 +29,7 @@ from millrace_router.errors import (
     ShardsGone,
     ShuttingDown,
 )
+from millrace_router.request.images import GridReduction
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenEvent, TokenStream
 from millrace_testing.router.fake_router import (
@@ -124,6 +127,14 @@ async def test_the_next_router_gets_the_images(num_read: int) -> None:
         async with both.connected():
             ids = ids_of(read + await collect(stream))
     assert ids == expected_tokens(seen_by_model(wanted), COUNT)
+
+
+def test_an_image_arrives_with_its_order_and_its_reduction() -> None:
+    reduction = GridReduction(columns=1, top=1, left=0, rows=2, row_size=3)
+    sent = replace(image_of("cat", 3), extra_rows=1, order=((9, 3), (0, 6)), reduction=reduction)
+    text = RelayedImage.of(sent).model_dump_json()
+    arrived = RelayedImage.model_validate_json(text).prepared()
+    assert asdict(arrived) == asdict(sent)
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 5])

@@ -246,6 +246,20 @@ def test_the_grid_of_llava_onevision_is_that_of_transformers_to_the_bit() -> Non
     assert 0 < reduced < len(images)
 
 
+def test_an_image_of_llava_onevision_has_the_tokens_of_its_processor() -> None:
+    geometry = geometry_of("llava_onevision", {"max_grid_tiles": 9})
+    counter = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+    counter.image_processor, counter.num_image_tokens = LlavaOnevisionImageProcessorPil(), 729
+    counter.vision_aspect_ratio = "anyres_max_9"
+    draw = random.Random(1)
+    for _ in range(300):
+        size = draw.randint(20, 3000), draw.randint(20, 3000)
+        layout = geometry.layout(*size)
+        order = geometry.order(size, (layout.rows, layout.columns), 729)
+        expected = counter._get_number_of_features(*size, 384, 384)
+        assert sum(count for _, count in order) == expected
+
+
 def test_the_text_for_a_square_is_that_of_the_processor() -> None:
     vocabulary = {"<unk>": 0, "<start_of_image>": 1, "<end_of_image>": 2, "<image_soft_token>": 3}
     tokens = PreTrainedTokenizerFast(

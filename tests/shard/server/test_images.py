@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,12 +15,15 @@ from transformers import PreTrainedModel
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_router.request.images import GridReduction, PreparedImage
+from millrace_router.shards.wire import image_to_pb
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.server.service import ShardService, new_server
+from millrace_shard.server.wire import image_from_pb
 from millrace_shard.vision.encoder import load_vision
 from millrace_testing.models.models import read_model
 from millrace_testing.models.vision_models import (
@@ -201,6 +204,19 @@ def test_an_image_of_other_sizes_is_refused_and_steps_go_on(
 ) -> None:
     assert words in warm.put(picture(2, seed=1), **fields)
     warm.step(filter_batch=pb.FilterBatch())
+
+
+async def test_a_reduction_arrives_as_the_router_sends_it() -> None:
+    sizes: dict[str, Any] = {"rows": 2, "columns": 1, "num_tiles": 3, "height": 8, "width": 8}
+    reduction = GridReduction(columns=1, top=2, left=3, rows=4, row_size=5)
+    sent = PreparedImage(digest=b"d", **sizes, rows_per_tile=9, pixels=b"", reduction=reduction)
+    message = await anext(image_to_pb(1, 2, 3, sent))
+    size = image_from_pb(message)
+    assert (size.slot, size.first_row, size.num_tiles) == (2, 3, 3)
+    assert size.reduction is not None
+    assert asdict(size.reduction) == asdict(reduction)
+    plain = await anext(image_to_pb(1, 2, 3, replace(sent, reduction=None)))
+    assert image_from_pb(plain).reduction is None
 
 
 def test_a_slot_has_its_image_until_it_is_freed(warm: Shard) -> None:
