@@ -99,7 +99,7 @@ suite-sanitized: install
 	$(PYTEST) -m long tests/shard/kernels/cpu/test_sanitizers.py $(ARGS)
 
 suite-compiled: install
-	MILLRACE_TEST_CAPABILITIES="80 86 89 90 100 120" $(PYTEST) -m ecosystem \
+	MILLRACE_TEST_CAPABILITIES="80 86 89 90 100 120" MILLRACE_TEST_EVERY=1 $(PYTEST) -m ecosystem \
 	tests/shard/kernels/cuda/test_cuda_compilation.py $(ARGS)
 
 suite-ecosystem: install

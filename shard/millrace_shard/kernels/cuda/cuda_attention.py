@@ -91,9 +91,10 @@ def tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
 
 
 def coded_tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
-    """The same over codes, whose numbers take registers: longer chunks would spill them."""
+    """The same over codes, whose numbers take registers: longer chunks and more rows of wide heads would spill them."""
     tiling = tile_tiling(dtype, head_dim)
-    return replace(tiling, chunk=min(tiling.chunk, 32))
+    rows = min(tiling.rows, 64) if head_dim > 128 else tiling.rows
+    return replace(tiling, rows=rows, chunk=min(tiling.chunk, 32))
 
 
 def span_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
