@@ -374,7 +374,7 @@ async def test_two_hundred_kills_leave_no_memory_and_no_descriptor(server: Serve
         await run.over(psutil.Process.kill)
     before = [(each.num_fds(), each.memory_full_info().uss) for each in (holder, launcher)]
     for _ in range(200):
-        assert await run.over(psutil.Process.kill) == LOST
+        assert await run.over(psutil.Process.kill) == LOST, server.log[-8000:]
     after = [(each.num_fds(), each.memory_full_info().uss) for each in (holder, launcher)]
     assert [fds for fds, _ in after] == [fds for fds, _ in before]
     for (_, then), (_, now) in zip(before, after, strict=True):
