@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from millrace_shard.errors import WeightsError
 from millrace_shard.models.spec import DecoderSpec, GatedSpec, LayerNames, LayerSpec
-from millrace_shard.weights.gguf.files import GgufFiles
 from millrace_shard.weights.safetensor_files import LAYER, SafetensorFiles
+from millrace_shard.weights.weights import CheckpointFiles
 
 WITHOUT_EFFECT = (
     ".inv_freq",
@@ -34,21 +34,21 @@ NAMED = 3
 logger = logging.getLogger(__name__)
 
 
-def check_biases(files: SafetensorFiles | GgufFiles, spec: DecoderSpec) -> None:
+def check_biases(files: CheckpointFiles, spec: DecoderSpec) -> None:
     """Raise WeightsError for a bias that is not 0 and that `spec` does not have, before other tensors are read.
 
     Tools write zeros as biases of linears that have none. transformers leaves biases out that its class lacks.
     """
-    if not isinstance(files, GgufFiles):
+    if isinstance(files, SafetensorFiles):
         denied = {spec.names.norm: not spec.norm.bias, spec.names.head: not spec.head_bias}
         outside = (f"{name}.bias" for name, is_denied in denied.items() if is_denied)
         of_layers = (name for name in files.names() if _is_denied(name, spec))
         _refuse_biases(files, (*of_layers, *(name for name in outside if name in files)))
 
 
-def check_unread(files: SafetensorFiles | GgufFiles, spec: DecoderSpec) -> None:
+def check_unread(files: CheckpointFiles, spec: DecoderSpec) -> None:
     """Raise WeightsError for a bias or a scale of inputs that was not read; log other tensors of layers."""
-    if isinstance(files, GgufFiles):
+    if not isinstance(files, SafetensorFiles):
         return
     of_layers = (name for name in files.unread() if _is_of_layers(name, len(spec.layers)))
     unread = [name for name in of_layers if not name.endswith(MASKS)]

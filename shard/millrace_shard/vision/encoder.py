@@ -26,6 +26,8 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.vision.grid_reduction import GridReduction
 from millrace_shard.vision.registry import FAMILIES, AnyTower
 from millrace_shard.vision.spec import CHANNELS, VisionSpec
+from millrace_shard.weights.checkpoint_files import SINGLE
+from millrace_shard.weights.gguf.known_folders import MMPROJ
 from millrace_shard.weights.weights import Weights
 
 IMAGE_SLOTS = 8
@@ -110,8 +112,8 @@ def load_vision(
     spec: VisionSpec, folder: Path, *, dtype: torch.dtype, kernels: Kernels, device: torch.device
 ) -> Vision | None:
     """Read the encoder of the checkpoint in `folder`; None if the files have only the text model. Raises ModelError."""
-    single = ProcessGroup.single()
-    with closing(Weights(folder, dtype=dtype, device=device, group=single)) as weights:
+    single, file = ProcessGroup.single(), MMPROJ if (folder / MMPROJ).is_file() else SINGLE
+    with closing(Weights(folder, dtype=dtype, device=device, group=single, file=file)) as weights:
         make = FAMILIES[spec.family].tower
         if make.connector not in weights:
             if spec.mask is Mask.PROMPT:

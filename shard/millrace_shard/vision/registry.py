@@ -23,7 +23,6 @@ from millrace_shard.vision import (
     qwen_vl_spec,
 )
 from millrace_shard.vision.spec import PREPROCESSOR, PROCESSORS, VisionSpec
-from millrace_shard.weights.gguf.known_folders import MODEL
 from millrace_shard.weights.json_object import read_json_object
 from millrace_shard.weights.weights import Weights
 
@@ -90,7 +89,7 @@ def read_vision(folder: Path) -> VisionSpec | None:
     """
     raw = read_json_object(folder / "config.json") or {}
     family = FAMILIES.get(_name(raw))
-    if family is None or (folder / MODEL).is_file():
+    if family is None:
         return None
     processor = _processor(folder)
     if processor is None and family.mask is Mask.PROMPT:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from millrace_proto.small_files import read_small_file
 from millrace_shard.errors import ModelError
-from millrace_shard.weights.gguf.file_names import chosen, in_short, part_names, tags
+from millrace_shard.weights.gguf.file_names import best_mmproj, chosen, in_short, part_names, tags
 from millrace_shard.weights.json_object import parse_json, read_json_object
 
 INDEX = "model.safetensors.index.json"
@@ -80,8 +80,12 @@ def weight_files(files: Sequence[RemoteFile], *, index: bytes | None) -> list[Re
     return weights
 
 
-def gguf_files(files: Sequence[RemoteFile], tag: str | None) -> list[RemoteFile] | None:
+def gguf_files(
+    files: Sequence[RemoteFile], tag: str | None, *, needs_mmproj: bool
+) -> list[RemoteFile] | None:
     """The parts of the GGUF file of the block type `tag`; None if safetensors, or nothing, are to be served.
+
+    With `needs_mmproj` the file with its encoder of images is the last, if there is one.
 
     Without a tag, GGUF files are for repositories without safetensors. Raises IncompleteModelError, with the block
     types that are there, and for missing parts.
@@ -99,7 +103,8 @@ def gguf_files(files: Sequence[RemoteFile], tag: str | None) -> list[RemoteFile]
         raise IncompleteModelError(
             f"the split file {name} is incomplete: it has no {in_short(missing)}"
         )
-    return [by_name[part] for part in part_names(name)]
+    mmproj = best_mmproj(by_name, name) if needs_mmproj else None
+    return [by_name[part] for part in (*part_names(name), *([] if mmproj is None else [mmproj]))]
 
 
 def no_such_tag(tag: str, names: Iterable[str]) -> str:

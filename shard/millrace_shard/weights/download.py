@@ -161,17 +161,25 @@ def download_snapshot(
     needs_weights: bool = True,
     tag: str | None = None,
     may_be_gguf: bool = True,
+    needs_mmproj: bool = True,
 ) -> Path:
     """Download the missing files of one commit, without `needs_weights` only the small ones; returns their folder.
 
     With a `tag`, or if there are GGUF files in place of safetensors and `may_be_gguf`, it is the path of a GGUF file,
-    which is downloaded as a whole, since it has configuration and tokenizer as well. Weights are downloaded last, so a
+    which is downloaded as a whole, since it has configuration and tokenizer as well, and with `needs_mmproj` together
+    with the file that has its encoder of images. Weights are downloaded last, so a
     snapshot with weights is complete. Raises IncompleteModelError, PickledWeightsError, or the hub client's errors
     after `TRIES` attempts, at once for errors that a retry cannot fix.
     """
-    choose = partial(gguf_files, tag=tag) if may_be_gguf else lambda _: None
+    choose = partial(gguf_files, tag=tag, needs_mmproj=needs_mmproj)
     return _retried(
-        lambda: _download(model_id, revision, access, needs_weights=needs_weights, choose=choose),
+        lambda: _download(
+            model_id,
+            revision,
+            access,
+            needs_weights=needs_weights,
+            choose=choose if may_be_gguf else lambda _: None,
+        ),
         what=model_id,
         access=access,
     )
@@ -203,7 +211,7 @@ def _download(
     info = api.model_info(model_id, revision=revision, files_metadata=True)
     files = [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
     if (parts := choose(files)) is not None:
-        _log_choice(model_id, parts[0].path, [file.path for file in files])
+        _log_choice(model_id, parts, [file.path for file in files])
         return _with_progress(fetch, parts, model_id, access) / parts[0].path
     small = metadata_files(files)
     if not small:
@@ -217,7 +225,8 @@ def _download(
     return _with_progress(fetch, weights, model_id, access)
 
 
-def _log_choice(model_id: str, name: str, names: Sequence[str]) -> None:
+def _log_choice(model_id: str, parts: Sequence[RemoteFile], names: Sequence[str]) -> None:
+    name, used = parts[0].path, {part.path for part in parts}
     others = [tag for tag in tags(names) if tag not in tags([name])]
     log.info(
         "%s: serving %s%s",
@@ -227,7 +236,7 @@ def _log_choice(model_id: str, name: str, names: Sequence[str]) -> None:
         if others
         else "",
     )
-    for line in lines_aside(names):
+    for line in lines_aside(other for other in names if other not in used):
         log.info("%s", line)
 
 

@@ -10,7 +10,8 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -48,10 +49,11 @@ from millrace_shard.weights.gguf.file_names import (
     chosen,
     in_short,
     lines_aside,
+    mmproj_beside,
     models,
     part_names,
 )
-from millrace_shard.weights.gguf.known_folders import known_folder, remember_folder
+from millrace_shard.weights.gguf.known_folders import Beside, prepared_folder
 from millrace_shard.weights.published import (
     NO_SAMPLING,
     PublishedModel,
@@ -75,6 +77,8 @@ def private_folder(shared: Path) -> Path:
     return path
 
 
+OFF = "off"
+"""In place of the name of a file with an encoder of images."""
 DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
     *TRANSIENT,
     HFValidationError,
@@ -101,6 +105,8 @@ class HubSettings:
     """The folder that holds the model, instead of the cache."""
     needs_weights: bool = True
     """False: only configuration and tokenizer, for a router whose ranks are on other hosts."""
+    needs_mmproj: bool = True
+    """Whether the file with a GGUF model's encoder of images is downloaded with it."""
 
     @classmethod
     def of(
@@ -131,35 +137,46 @@ class HubSettings:
 
 
 def resolve(
-    model_id: str, *, revision: str | None, settings: HubSettings, tokenizer: str | None = None
+    model_id: str,
+    *,
+    revision: str | None,
+    settings: HubSettings,
+    tokenizer: str | None = None,
+    mmproj: str | None = None,
 ) -> Path:
     """The local folder with config, weights and tokenizer.json of `model_id`: a path, a published model, a hub name.
 
     The model is downloaded if the cache lacks it. The path may name a GGUF file, and the name on the hub one by its
-    block type, as in `org/repo:Q4_K_M`. Its tokenizer may come from another model, `tokenizer`. Raises ModelError,
-    whose text names the remedy.
+    block type, as in `org/repo:Q4_K_M`. Its tokenizer may come from another model, `tokenizer`, and its encoder of
+    images from the file `mmproj` in place of the one beside it; OFF is none. Raises ModelError, whose text names the
+    remedy.
     """
+    if mmproj not in {None, OFF} and not Path(mmproj).expanduser().is_file():
+        raise HubError(f"file {mmproj} of --mmproj does not exist")
+    from_gguf = partial(_from_gguf, tokenizer=tokenizer, mmproj=mmproj, settings=settings)
     path, (name, tag) = Path(model_id).expanduser(), split_tag(model_id)
     if settings.weights_override is None:
         if (published := published_model(model_id)) is not None:
             path = _published_file(published, revision=revision, settings=settings)
-            sampling = published.sampling
-            return _from_gguf(path, tokenizer=tokenizer, settings=settings, sampling=sampling)
+            return from_gguf(path, sampling=published.sampling)
         if is_file_name(model_id):
-            return _from_gguf(path, tokenizer=tokenizer, settings=settings)
+            return from_gguf(path)
     folder = settings.weights_override or (path if path.is_dir() else None)
     if folder is None and is_path(model_id):
         raise HubError(f"folder {model_id} does not exist")
     if folder is None:
+        settings = replace(settings, needs_mmproj=mmproj is None)
         found = _from_hub(name, tag, revision, settings, may_lack_weights=tokenizer is not None)
     else:
         found = only_gguf(folder, None if path.is_dir() else tag) or folder
     if found.is_file():
-        return _from_gguf(found, tokenizer=tokenizer, settings=settings)
+        return from_gguf(found)
     if tokenizer is not None:
         raise HubError(
             f"--tokenizer-name={tokenizer} is for GGUF files only; {model_id} has its own tokenizer"
         )
+    if mmproj not in {None, OFF}:
+        raise HubError(f"--mmproj={mmproj} is for GGUF files only; {model_id} has its own encoder")
     return _with_tokenizer(found if folder is None else _local(folder, settings), settings)
 
 
@@ -216,30 +233,23 @@ def _from_gguf(
     path: Path,
     *,
     tokenizer: str | None,
+    mmproj: str | None,
     settings: HubSettings,
     sampling: Mapping[str, float] = NO_SAMPLING,
 ) -> Path:
     if not path.is_file():
         raise HubError(f"file {path} does not exist")
-    for line in lines_aside(each.name for each in path.parent.iterdir() if each.name != path.name):
+    images = mmproj_beside(path) if mmproj is None else Path(mmproj).expanduser()
+    if mmproj == OFF:
+        images = None
+    used = {path.name} | (set() if images is None else {images.name})
+    for line in lines_aside(each.name for each in path.parent.iterdir() if each.name not in used):
         log.info("%s", line)
+    if images is not None:
+        log.info("%s reads images", images)
     source = None if tokenizer is None else _tokenizer_folder(tokenizer, settings)
-    return _beside(settings, lambda root: _prepared(path, root / "gguf", source, sampling))
-
-
-def _prepared(
-    path: Path, root: Path, tokenizer: Path | None, sampling: Mapping[str, float]
-) -> Path:
-    """The folder of a GGUF file below `root`, which is found by the states of the files if it was made before."""
-    folder = known_folder(path, root, tokenizer, sampling)
-    if folder is not None:
-        return folder
-    # The import brings torch, which takes seconds.
-    from millrace_shard.weights.gguf.folder import prepare_gguf  # noqa: PLC0415
-
-    folder = prepare_gguf(path, root, tokenizer=tokenizer, sampling=sampling)
-    remember_folder(folder, path, root, tokenizer, sampling)
-    return folder
+    beside = Beside(tokenizer=source, sampling=sampling, mmproj=images)
+    return _beside(settings, lambda root: prepared_folder(path, root / "gguf", beside))
 
 
 def _beside(settings: HubSettings, make: Callable[[Path], Path]) -> Path:
@@ -329,6 +339,7 @@ def _from_hub(
             access=settings.access,
             needs_weights=settings.needs_weights and not may_lack_weights,
             tag=tag,
+            needs_mmproj=settings.needs_mmproj,
         )
     except DOWNLOAD_FAILURES as error:
         file = _cached_gguf(model_id, tag, revision, settings)

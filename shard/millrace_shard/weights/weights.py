@@ -18,8 +18,8 @@ from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import Origin, Part, StoredWeight, UnreadParts
 from millrace_shard.weights.checkpoint_files import SINGLE
-from millrace_shard.weights.gguf.files import GgufFiles
-from millrace_shard.weights.gguf.known_folders import MODEL
+from millrace_shard.weights.gguf.files import GgufFiles, MmprojFiles
+from millrace_shard.weights.gguf.known_folders import MMPROJ, MODEL
 from millrace_shard.weights.packed_weights import PackedWeights
 from millrace_shard.weights.quantized.fp4 import read_expert
 from millrace_shard.weights.quantized.linear_reader import LinearReader
@@ -62,6 +62,7 @@ class Columns:
 
 logger = logging.getLogger(__name__)
 
+CheckpointFiles = SafetensorFiles | GgufFiles | MmprojFiles
 VALUES = "values"
 """The route of codes that are kept as numbers of the model's dtype."""
 FILL_ELEMENTS = 1 << 24
@@ -88,9 +89,15 @@ class Weights:
     ) -> None:
         """Open the checkpoint in `folder`, or only `file` in it, which is quantised, or to be quantised, so.
 
+        MMPROJ is the encoder of images beside a GGUF file.
+
         With `packed`, codes that an earlier start has packed are not read.
         """
-        self.files = open_files(folder, file)
+        self.files: CheckpointFiles
+        if file == MMPROJ:
+            self.files = MmprojFiles(folder / file)
+        else:
+            self.files = open_files(folder, file)
         self._packed = packed
         self._slow: dict[str, list[str]] = {}
         is_kept = packed is not None and packed.is_kept
@@ -421,7 +428,8 @@ def in_short(names: Iterable[str]) -> str:
 def checkpoint_bytes(folder: Path) -> int:
     files = open_files(folder)
     try:
-        return files.num_bytes()
+        encoder = folder / MMPROJ
+        return files.num_bytes() + (encoder.stat().st_size if encoder.is_file() else 0)
     finally:
         files.close()
 

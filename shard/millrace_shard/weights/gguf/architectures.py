@@ -134,6 +134,8 @@ class Architecture:
     """Whether the rows of queries and keys are in the order of interleaved rotary embeddings."""
     norms_plus_one: bool = False
     """Whether the file has the weights of norms plus 1."""
+    has_axes: bool = False
+    """Whether images have rows and columns as positions."""
     whole_head_norms: bool = False
     """Whether norms of queries and keys cover all heads."""
     epsilon: str = "rms_norm_eps"
@@ -149,6 +151,10 @@ def _llama(source: Source) -> Fields:
     return {"model_type": "mistral", "sliding_window": window} if window else {}
 
 
+def _mistral3(source: Source) -> Fields:
+    return {"sliding_window": source.count("attention.sliding_window") or None}
+
+
 def _experts(source: Source, field_name: str = "num_experts") -> Fields:
     return {
         field_name: source.needed("expert_count"),
@@ -158,6 +164,12 @@ def _experts(source: Source, field_name: str = "num_experts") -> Fields:
 
 def _without_window(_: Source) -> Fields:
     return {"use_sliding_window": False}
+
+
+def _qwen3_vl(source: Source) -> Fields:
+    # The file with the encoder says which layers add features.
+    source.count("n_deepstack_layers")
+    return {}
 
 
 def _qwen2_moe(source: Source) -> Fields:
@@ -292,6 +304,16 @@ ARCHITECTURES = {
         always_biased=QKV,
         has_head_dim=False,
     ),
+    "qwen2vl": Architecture(
+        model_type="qwen2_vl_text",
+        fields=_without_window,
+        always_biased=QKV,
+        has_head_dim=False,
+        has_axes=True,
+    ),
+    "qwen3vl": Architecture(
+        model_type="qwen3_vl_text", fields=_qwen3_vl, modules=LLAMA | HEAD_NORMS, has_axes=True
+    ),
     "qwen3": Architecture(model_type="qwen3", fields=_without_window, modules=LLAMA | HEAD_NORMS),
     "qwen3moe": Architecture(
         model_type="qwen3_moe",
@@ -313,6 +335,7 @@ ARCHITECTURES = {
         | {"self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output"},
         may_be_partial=True,
     ),
+    "mistral3": Architecture(model_type="mistral", fields=_mistral3, is_rotated=True),
     "granite": Architecture(
         model_type="granite", fields=_granite, biases=OPTIONAL, is_rotated=True
     ),
@@ -389,8 +412,10 @@ CLASSES = {
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2VLForConditionalGeneration",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",

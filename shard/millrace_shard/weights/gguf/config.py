@@ -62,7 +62,20 @@ def rope_parameters(
                 f"{arch}.rope.scaling.type={scaling['rope_type']!r} with a tensor {ROPE_FACTORS} is not supported"
             )
         scaling |= _llama3(common.float(), theta, rotated)
+    if ARCHITECTURES[arch].has_axes:
+        scaling |= _axes(metadata, arch)
     return _by_kind(metadata, arch, config, {"rope_theta": theta, **scaling})
+
+
+def _axes(metadata: Metadata, arch: str) -> dict[str, Any]:
+    """The channels of each axis, which files pad to four."""
+    key = f"{arch}.rope.dimension_sections"
+    sections = metadata.counts(key)
+    if sections is None:
+        return {}
+    if len(sections) not in {3, 4} or any(sections[3:]):
+        raise UnsupportedModel(f"{metadata.describe(key)} must be three whole numbers")
+    return {"mrope_section": sections[:3]}
 
 
 def _by_kind(

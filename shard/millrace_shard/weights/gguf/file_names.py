@@ -11,8 +11,11 @@ from millrace_shard.errors import WeightsError
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(?!0{5})(\d{5})\.gguf", re.IGNORECASE)
 """The name of a part of a split file: its prefix, its number from 1, and how many there are."""
+SNAPSHOT = re.compile(r"(.*/snapshots/([0-9a-f]{40}))/")
+"""Begins the paths of files in the hub's cache: the folder of a commit, and the commit."""
+MMPROJ_PART = "mmproj"
 ASIDE = {
-    "mmproj": "for images, and text is served",
+    MMPROJ_PART: "for images, which another file or none reads",
     "imatrix": "statistics for quantisation",
     "mtp-": "for drafts",
     "eagle3-": "for drafts",
@@ -56,6 +59,43 @@ def chosen(names: Iterable[str], tag: str | None) -> str | None:
             if pattern.search(name):
                 return name
     return there[0] if tag is None and there else None
+
+
+def _bits(name: str) -> int:
+    """The first number in the block type that a name ends with: 4 for Q4_K_M; 0 without one."""
+    split = SPLIT.fullmatch(name)
+    tag = TAG.search(split[1] if split else name.removesuffix(SUFFIX))
+    digits = re.search(r"\d+", tag[1]) if tag else None
+    return int(digits[0]) if digits else 0
+
+
+def best_mmproj(names: Iterable[str], model: str) -> str | None:
+    """The file with the encoder of images for `model`, by the rule of llama.cpp's `-hf`; None if there is none.
+
+    `names` and `model` are paths in one repository. Of the files in folders that lead to the model, it is the one in
+    the deepest, then the one whose number of bits is nearest to the model's, then the first by name.
+    """
+    path, bits = PurePosixPath(model), _bits(model)
+    files = (PurePosixPath(name) for name in names)
+    inside = [
+        file
+        for file in files
+        if MMPROJ_PART in file.name and file.suffix == SUFFIX and file.parent in path.parents
+    ]
+    rank = {file: (-len(file.parts), abs(_bits(file.name) - bits), str(file)) for file in inside}
+    return str(min(inside, key=rank.__getitem__)) if inside else None
+
+
+def mmproj_beside(path: Path) -> Path | None:
+    """The file with the encoder of images for the model in `path`, in its folder or repository."""
+    path = path.absolute()
+    snapshot = SNAPSHOT.match(str(path))
+    root = Path(snapshot[1]) if snapshot else path.parent
+    folders = (folder for folder in path.parents if folder.is_relative_to(root))
+    files = (file for folder in folders for file in folder.glob(f"*{SUFFIX}"))
+    names = (str(file.relative_to(root)) for file in files)
+    name = best_mmproj(names, str(path.relative_to(root)))
+    return None if name is None else root / name
 
 
 def tags(names: Iterable[str]) -> list[str]:

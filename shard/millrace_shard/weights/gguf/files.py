@@ -18,9 +18,11 @@ from millrace_shard.kernels.quantized import UNIT_INPUTS, QuantizedTensor, Scale
 from millrace_shard.weights.checkpoint_files import file_state
 from millrace_shard.weights.gguf.block_formats import BlockCodes, BlockFormat
 from millrace_shard.weights.gguf.config import architecture_of
+from millrace_shard.weights.gguf.encoders import Stored
 from millrace_shard.weights.gguf.header import GgufHeader, StoredTensor
 from millrace_shard.weights.gguf.known_folders import model_files
 from millrace_shard.weights.gguf.metadata import Metadata
+from millrace_shard.weights.gguf.mmproj import Mmproj
 from millrace_shard.weights.gguf.tensor_names import (
     GATE_OF_SHARED,
     is_norm,
@@ -294,3 +296,84 @@ def _unrotated(values: Tensor, head_dim: int) -> Tensor:
     """`values` [heads * head_dim, …] with the rows of each head in the order of transformers."""
     heads = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
     return heads.transpose(1, 2).reshape(values.shape)
+
+
+class MmprojFiles:
+    """A reader of an mmproj file with the same methods, by transformers' names; all blocks become plain numbers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._header = GgufHeader.read(path, with_lists=False)
+        self._stored = Mmproj.read(self._header).encoder.tensors
+        self._file = path.open("rb")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def is_plain(self, name: str) -> bool:
+        return name in self
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def stored_bytes(self, name: str) -> int:
+        return sum(self._header.tensors[part].num_bytes for part in self._tensor(name).names)
+
+    def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) `span` of a tensor: float32 for quantised blocks, else the file's dtype."""
+        stored = self._tensor(name)
+        is_whole = dim == 1 or stored.num_heads > 0
+        start, end = (0, stored.shape[0]) if is_whole else span
+        if stored.has_frames:
+            values = torch.stack([self._rows(part, start, end) for part in stored.names], 2)
+        else:
+            values = torch.cat(list(self._joined(stored, start, end)))
+        if stored.num_heads:
+            values = _unrotated(values, stored.shape[0] // stored.num_heads)
+        if stored.is_plus_one:
+            values = values.float() - 1
+        return values.narrow(dim, span[0], span[1] - span[0]) if is_whole else values
+
+    def release(self, values: Tensor) -> None:
+        """Do nothing: `values` are a copy, whose memory ends with it."""
+
+    def check_layers(self, count: int) -> None:
+        """Do nothing: all tensors were compared with the metadata when the folder was made."""
+
+    def unread(self) -> list[str]:
+        """None, for the same reason."""
+        return []
+
+    def differ(self, name: str, other: str) -> bool:  # noqa: ARG002
+        """False: nothing is tied."""
+        return False
+
+    def paths(self) -> list[Path]:
+        return [self._path]
+
+    def num_bytes(self) -> int:
+        return self._header.size
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _tensor(self, name: str) -> Stored:
+        if name not in self._stored:
+            raise WeightsError(f"tensor {name} is missing from {self._path.resolve().name}")
+        return self._stored[name]
+
+    def _joined(self, stored: Stored, start: int, end: int) -> Iterator[Tensor]:
+        """The rows from `start` to `end` that each part has."""
+        size = stored.part_shape[0]
+        for number, part in enumerate(stored.names):
+            first, last = max(start - number * size, 0), min(end - number * size, size)
+            if first < last or stored.names == (part,):
+                yield self._rows(part, first, last)
+
+    def _rows(self, name: str, start: int, end: int) -> Tensor:
+        tensor = self._header.tensors[name]
+        if len(tensor.shape) == 1:
+            return read_part(self._file, tensor, (0, 1), (start, end))[0]
+        inner = math.prod(tensor.shape[1:-1])
+        rows, columns = (start * inner, end * inner), (0, tensor.shape[-1])
+        return read_part(self._file, tensor, rows, columns).view(end - start, *tensor.shape[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,16 +18,19 @@ from torch import Tensor
 from millrace_shard.errors import ModelError, WeightsError
 from millrace_shard.weights.checkpoint_files import TOKENIZER
 from millrace_shard.weights.gguf.config import architecture_of, model_config
-from millrace_shard.weights.gguf.file_names import parts_of
+from millrace_shard.weights.gguf.file_names import SNAPSHOT, parts_of
 from millrace_shard.weights.gguf.files import read_part
 from millrace_shard.weights.gguf.header import GgufHeader
 from millrace_shard.weights.gguf.known_folders import (
     FORMAT_VERSION,
+    MMPROJ,
     MODEL,
     MORE,
     TOKENIZER_FILES,
+    Beside,
 )
 from millrace_shard.weights.gguf.metadata import Metadata
+from millrace_shard.weights.gguf.mmproj import Mmproj
 from millrace_shard.weights.gguf.tensor_names import (
     LONG_FACTORS,
     ROPE_FACTORS,
@@ -44,9 +46,6 @@ from millrace_shard.weights.gguf.tokenizer import (
 from millrace_shard.weights.json_object import read_json_object
 from millrace_shard.weights.published import NO_SAMPLING
 
-SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
-"""In the paths of files in the hub's cache."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -56,27 +55,32 @@ def prepare_gguf(
     *,
     tokenizer: Path | None,
     sampling: Mapping[str, float] = NO_SAMPLING,
+    mmproj: Path | None = None,
 ) -> Path:
     """The folder below `cache_root` with the files of the model in `path`, made at the first call.
 
     `path` may be any part of a split file. The folder holds config.json, generation_config.json, tokenizer.json,
-    tokenizer_config.json and model.gguf, a link to the file, with more of them for further parts. The files of the
+    tokenizer_config.json and model.gguf, a link to the file, with more of them for further parts; with `mmproj`, the
+    file with the encoder of images, also mmproj.gguf, a link to it, and preprocessor_config.json. The files of the
     tokenizer come from the folder `tokenizer`, else from the file's metadata; `sampling` are values for
     generation_config.json that `tokenizer` lacks. Raises ModelError, whose text names the file and what is wrong with
     it; no weight has been read then.
     """
-    paths = parts_of(path)
+    paths, beside = parts_of(path), Beside(tokenizer=tokenizer, sampling=sampling, mmproj=mmproj)
     header = GgufHeader.read(*paths)
-    commit = SNAPSHOT.search(str(path.absolute()))
+    images = None if mmproj is None else GgufHeader.read(mmproj)
+    snapshot = SNAPSHOT.match(str(path.absolute()))
     # From the name of a folder the launcher reads the commit of a model on the hub.
-    name = _digest(header, tokenizer, sampling) + (f"-{commit[1]}" if commit else "")
+    name = _digest(header, images, beside) + (f"-{snapshot[2]}" if snapshot else "")
     target = cache_root / name
     if (target / MODEL).is_file():
         return target
     cache_root.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(dir=cache_root))
     try:
-        _write(building, header, tokenizer, sampling)
+        _write(building, header, None if images is None else Mmproj.read(images), beside)
+        if mmproj is not None:
+            (building / MMPROJ).symlink_to(mmproj.resolve())
         for number, part in enumerate(paths, 1):
             link = MODEL if number == 1 else MORE.format(number)
             (building / link).symlink_to(part.resolve())
@@ -92,13 +96,15 @@ def prepare_gguf(
     return target
 
 
-def _digest(header: GgufHeader, tokenizer: Path | None, sampling: Mapping[str, float]) -> str:
-    digest = hashlib.sha256()
-    state = [str(FORMAT_VERSION), str(header.size)]
-    for path, num_bytes in zip(header.paths, header.num_bytes, strict=True):
-        with path.open("rb") as file:
-            digest.update(file.read(num_bytes))
-        state.append(str(path.resolve()))
+def _digest(header: GgufHeader, images: GgufHeader | None, beside: Beside) -> str:
+    digest, tokenizer, sampling = hashlib.sha256(), beside.tokenizer, beside.sampling
+    state = [str(FORMAT_VERSION)]
+    for each in [header] if images is None else [header, images]:
+        state.append(str(each.size))
+        for path, num_bytes in zip(each.paths, each.num_bytes, strict=True):
+            with path.open("rb") as file:
+                digest.update(file.read(num_bytes))
+            state.append(str(path.resolve()))
     for path in [] if tokenizer is None else sorted(tokenizer.iterdir()):
         if path.name in TOKENIZER_FILES:
             status = path.stat()
@@ -109,27 +115,34 @@ def _digest(header: GgufHeader, tokenizer: Path | None, sampling: Mapping[str, f
     return digest.hexdigest()[:16]
 
 
-def _write(
-    folder: Path, header: GgufHeader, tokenizer: Path | None, sampling: Mapping[str, float]
-) -> None:
-    metadata = Metadata(header.metadata, header.path.name)
+def _write(folder: Path, header: GgufHeader, images: Mmproj | None, beside: Beside) -> None:
+    metadata, name = Metadata(header.metadata, header.path.name), header.path.name
     config = model_config(header, metadata, _rope_factors(header))
-    check_tensors(header, config, architecture_of(metadata, header.path.name))
-    if tokenizer is None:
-        generation = _write_tokenizer(folder, metadata, config)
+    check_tensors(header, config, architecture_of(metadata, name))
+    if beside.tokenizer is None:
+        generation = _write_tokenizer(folder, metadata, config, images)
     else:
         file_tokens = metadata.texts(f"{PREFIX}tokens") or []
         generation = _copy_tokenizer(
-            folder, tokenizer, file_tokens, vocab_size=config["vocab_size"]
+            folder, beside.tokenizer, file_tokens, vocab_size=config["vocab_size"]
         )
+    if images is not None:
+        arch = metadata.text("general.architecture")
+        placeholder = Tokenizer.from_file(str(folder / TOKENIZER)).token_to_id(images.placeholder)
+        config = images.config(config, str(arch), placeholder, name)
+        _write_json(folder / "preprocessor_config.json", images.processor())
     ends = generation.get("eos_token_id")
     _write_json(folder / "config.json", {**config, "eos_token_id": ends})
-    _write_json(folder / "generation_config.json", {**sampling, **generation})
+    _write_json(folder / "generation_config.json", {**beside.sampling, **generation})
 
 
-def _write_tokenizer(folder: Path, metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _write_tokenizer(
+    folder: Path, metadata: Metadata, config: dict[str, Any], images: Mmproj | None
+) -> dict[str, Any]:
     """Write the files of the tokenizer in the metadata; returns the object of generation_config.json."""
     vocabulary = Vocabulary.read(metadata, vocab_size=config["vocab_size"])
+    if images is not None:
+        vocabulary = vocabulary.with_placeholder(images.placeholder)
     (folder / TOKENIZER).write_text(tokenizer_json(metadata, vocabulary))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, vocabulary))
     ids = {f"{name}_token_id": vocabulary.named.get(name) for name in ("bos", "pad")}

@@ -7,12 +7,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace_shard.weights.checkpoint_files import TOKENIZER, changed_recently, file_state
 from millrace_shard.weights.gguf.file_names import parts_of
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Changes with the contents of a prepared folder, and with its checks."""
 TOKENIZER_FILES = (
     TOKENIZER,
@@ -26,30 +27,62 @@ MODEL = "model.gguf"
 """In a prepared folder, a link to the file, or to the first of a split one."""
 MORE = "model-{:05d}.gguf"
 """A link to a further part, by its number from 2."""
+MMPROJ = "mmproj.gguf"
+"""A link to the file with the encoder of images, if there is one."""
 
 
-def known_folder(
-    path: Path, root: Path, tokenizer: Path | None, sampling: Mapping[str, float]
-) -> Path | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What a folder is prepared from, apart from the text model."""
+
+    tokenizer: Path | None = None
+    """The folder of a model whose tokenizer is used in place of the file's."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Values for generation_config.json that the files lack."""
+    mmproj: Path | None = None
+    """The file with the encoder of images."""
+
+
+def prepared_folder(path: Path, root: Path, beside: Beside) -> Path:
+    """The folder of a GGUF file below `root`, which is found by the states of the files if it was made before.
+
+    Raises as `prepare_gguf`.
+    """
+    folder = known_folder(path, root, beside)
+    if folder is not None:
+        return folder
+    # The import brings torch, which takes seconds.
+    from millrace_shard.weights.gguf.folder import prepare_gguf  # noqa: PLC0415
+
+    folder = prepare_gguf(
+        path,
+        root,
+        tokenizer=beside.tokenizer,
+        sampling=beside.sampling,
+        mmproj=beside.mmproj,
+    )
+    remember_folder(folder, path, root, beside)
+    return folder
+
+
+def known_folder(path: Path, root: Path, beside: Beside) -> Path | None:
     """The folder below `root` that an earlier start prepared for the same files and defaults; None if there is none.
 
     Raises WeightsError if `path` is a part of a split file, and others are missing.
     """
     try:
-        folder = root / _record(path, root, tokenizer, sampling).read_text()
+        folder = root / _record(path, root, beside).read_text()
     except OSError:
         return None
     return folder if (folder / MODEL).is_file() else None
 
 
-def remember_folder(
-    folder: Path, path: Path, root: Path, tokenizer: Path | None, sampling: Mapping[str, float]
-) -> None:
+def remember_folder(folder: Path, path: Path, root: Path, beside: Beside) -> None:
     """Let `known_folder` find `folder`, unless the files are so new that they may change unnoticed."""
     with suppress(OSError):
-        if any(map(changed_recently, _files(path, tokenizer))):
+        if any(map(changed_recently, _files(path, beside))):
             return
-        record = _record(path, root, tokenizer, sampling)
+        record = _record(path, root, beside)
         part = record.with_suffix(f".{os.getpid()}")
         part.write_text(folder.name)
         part.replace(record)
@@ -60,15 +93,17 @@ def model_files(folder: Path) -> list[Path]:
     return [folder / MODEL, *sorted(folder.glob("model-*.gguf"))]
 
 
-def _record(path: Path, root: Path, tokenizer: Path | None, sampling: Mapping[str, float]) -> Path:
-    states = [f"{file.resolve()} {file_state(file)}" for file in _files(path, tokenizer)]
-    defaults = json.dumps(dict(sampling), sort_keys=True)
+def _record(path: Path, root: Path, beside: Beside) -> Path:
+    states = [f"{file.resolve()} {file_state(file)}" for file in _files(path, beside)]
+    defaults = json.dumps(dict(beside.sampling), sort_keys=True)
     digest = hashlib.sha256("\n".join((str(FORMAT_VERSION), defaults, *states)).encode())
     return root / f"known-{digest.hexdigest()[:32]}"
 
 
-def _files(path: Path, tokenizer: Path | None) -> Iterator[Path]:
+def _files(path: Path, beside: Beside) -> Iterator[Path]:
     yield from parts_of(path)
-    for file in () if tokenizer is None else sorted(tokenizer.iterdir()):
+    if beside.mmproj is not None:
+        yield beside.mmproj
+    for file in () if beside.tokenizer is None else sorted(beside.tokenizer.iterdir()):
         if file.name in TOKENIZER_FILES:
             yield file

@@ -7,7 +7,7 @@ lies between them become pieces. The patterns are taken from the models' tokeniz
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -83,6 +83,19 @@ class Vocabulary:
                 f"{PREFIX}token_type has {len(kinds)} kinds for {len(tokens)} tokens"
             )
         return cls(tokens=tokens, kinds=kinds, ids=ids, named=_named(metadata, len(tokens)))
+
+    def with_placeholder(self, token: str) -> Vocabulary:
+        """The same with `token` in place of the last of the tokens that no text has, unless it has it or none of these.
+
+        Files of Gemma 3 leave out the token for images, whose embedding nothing reads.
+        """
+        unused = [id_ for id_, text in enumerate(self.tokens) if text.startswith("<unused")]
+        if token in self.ids or not unused:
+            return self
+        tokens, kinds = [*self.tokens], [*self.kinds]
+        tokens[unused[-1]], kinds[unused[-1]] = token, TokenKind.CONTROL
+        ids = {text: id_ for id_, text in enumerate(tokens)}
+        return replace(self, tokens=tokens, kinds=kinds, ids=ids)
 
     def of_kind(self, *kinds: TokenKind) -> list[int]:
         return [id_ for id_, kind in enumerate(self.kinds) if kind in kinds]

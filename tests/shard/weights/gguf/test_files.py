@@ -26,7 +26,7 @@ from millrace_shard.weights.gguf.block_formats import FORMATS, OTHER_NAMES, find
 from millrace_shard.weights.gguf.files import GgufFiles
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_shard.weights.gguf.header import GgufHeader
-from millrace_shard.weights.gguf.known_folders import known_folder, remember_folder
+from millrace_shard.weights.gguf.known_folders import Beside, known_folder, remember_folder
 from millrace_shard.weights.hub import HubSettings, resolve
 from millrace_testing.models.gguf_files import (
     BLOCK_TYPES,
@@ -176,12 +176,12 @@ def test_a_known_file_is_resolved_without_torch(whole: bytes, tmp_path: Path) ->
         return subprocess.check_output(command, env=home, text=True).split()
 
     prepared = prepare_gguf(path, tmp_path / "home" / "millrace" / "gguf", tokenizer=None)
-    remember_folder(prepared, path, prepared.parent, None, {})
+    remember_folder(prepared, path, prepared.parent, Beside())
     # A file that has just been written may still change: nothing is remembered of it.
-    assert known_folder(path, prepared.parent, None, {}) is None
+    assert known_folder(path, prepared.parent, Beside()) is None
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checkpoint_files, "RACY_NS", -(10**12))
-        remember_folder(prepared, path, prepared.parent, None, {})
+        remember_folder(prepared, path, prepared.parent, Beside())
     assert resolved() == [str(prepared), "False"]
     path.write_bytes(TinyGguf("llama", "Q8_0").write(tmp_path / "other.gguf").read_bytes())
     assert resolved()[0] != str(prepared)

@@ -1,0 +1,150 @@
+"""An mmproj file, which has the encoder of images of a text model in another file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
+from millrace_shard.weights.gguf import encoders
+from millrace_shard.weights.gguf.encoders import PREFIX, Clip, Encoder, Fields, Stored
+from millrace_shard.weights.gguf.header import GgufHeader
+from millrace_shard.weights.gguf.metadata import Metadata
+
+REMEDY = "name another file with --mmproj, or serve only text with --mmproj off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projector:
+    """How files of a projector type hold the encoder of a family."""
+
+    read: Callable[[Clip], Encoder]
+    texts: tuple[str, ...]
+    """Architectures of the text model."""
+    placeholder: str
+    """The token that stands for a feature in a prompt."""
+
+
+_LLAMA = ("llama", "mistral3")
+PROJECTORS: Mapping[str, Projector] = {
+    "gemma3": Projector(read=encoders.gemma3, texts=("gemma3",), placeholder="<image_soft_token>"),
+    "idefics3": Projector(read=encoders.idefics3, texts=("llama",), placeholder="<image>"),
+    "qwen2vl_merger": Projector(
+        read=encoders.qwen2, texts=("qwen2vl",), placeholder="<|image_pad|>"
+    ),
+    "qwen2.5vl_merger": Projector(
+        read=encoders.qwen2_5, texts=("qwen2vl",), placeholder="<|image_pad|>"
+    ),
+    "qwen3vl_merger": Projector(
+        read=encoders.qwen3, texts=("qwen3vl",), placeholder="<|image_pad|>"
+    ),
+    "pixtral": Projector(read=encoders.pixtral, texts=_LLAMA, placeholder="[IMG]"),
+}
+"""By `clip.projector_type`."""
+WITHOUT_EFFECT = (
+    "attention.layer_norm_epsilon",
+    "feed_forward_length",
+    "image_size",
+    "projection_dim",
+    "projector_type",
+)
+"""Keys in whose place shapes of tensors, or classes of transformers, say the same."""
+UNUSED_TENSORS = frozenset({"v.token_embd.img_break"})
+"""The text model has it as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mmproj:
+    """The encoder in a file, which was compared with the file's tensors."""
+
+    header: GgufHeader
+    kind: str
+    """`clip.projector_type`."""
+    encoder: Encoder
+    colours: Fields
+
+    @classmethod
+    def read(cls, header: GgufHeader) -> Mmproj:
+        """Raise ModelError, naming the file, for another kind of encoder and for tensors that do not fit."""
+        name = header.path.name
+        metadata = Metadata(header.metadata, name)
+        arch = metadata.text("general.architecture")
+        if arch != "clip":
+            raise UnsupportedModel(f"{name} has the architecture {arch!r}, and an encoder has clip")
+        kind = metadata.text("clip.projector_type") or metadata.text(f"{PREFIX}projector_type")
+        if kind is None or kind not in PROJECTORS:
+            raise UnsupportedModel(
+                f"{name} has clip.projector_type={kind!r}; these are supported: {', '.join(PROJECTORS)}"
+            )
+        clip = Clip(header, metadata)
+        encoder = PROJECTORS[kind].read(clip)
+        _check(header, encoder.tensors)
+        colours = clip.colours()
+        _refuse_unknown(metadata)
+        return cls(header, kind, encoder, colours)
+
+    @property
+    def placeholder(self) -> str:
+        """The token that stands for a feature in a prompt."""
+        return PROJECTORS[self.kind].placeholder
+
+    def config(self, text: Mapping[str, Any], arch: str, token_id: int | None, of: str) -> Fields:
+        """The object of config.json around that of the text model in the file `of`, of the architecture `arch`.
+
+        `token_id` stands for a feature. Raises ModelError for another model's text.
+        """
+        texts = PROJECTORS[self.kind].texts
+        size = text["hidden_size"]
+        if arch not in texts:
+            self.refuse(f"is for text models of {' or '.join(texts)}, and {of} has {arch}")
+        if self.encoder.text_size != size:
+            self.refuse(
+                f"makes features of {self.encoder.text_size} numbers, and {of} has hidden states of {size}"
+            )
+        if token_id is None:
+            self.refuse(f"needs the token {self.placeholder}, which the tokenizer of {of} lacks")
+        return {
+            "model_type": self.encoder.model_type,
+            "text_config": dict(text),
+            "vision_config": self.encoder.vision,
+            "image_token_id": token_id,
+            "dtype": text["dtype"],
+            "tie_word_embeddings": text["tie_word_embeddings"],
+            **self.encoder.outer,
+        }
+
+    def processor(self) -> Fields:
+        """The object of preprocessor_config.json."""
+        return self.colours | self.encoder.processor
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ModelError for a file that does not belong to the text model."""
+        raise ModelError(f"{self.header.path.name} (projector_type {self.kind}) {reason}; {REMEDY}")
+
+
+def _check(header: GgufHeader, tensors: Mapping[str, Stored]) -> None:
+    """Raise unless the file has exactly these tensors, in the right shapes."""
+    expected = {name: stored.part_shape for stored in tensors.values() for name in stored.names}
+    for name, shape in expected.items():
+        tensor = header.tensors.get(name)
+        if tensor is None:
+            raise WeightsError(f"tensor {name} is missing from {header.path.name}; {REMEDY}")
+        if tensor.shape != shape:
+            raise WeightsError(
+                f"tensor {name} in {header.path.name} has shape {list(tensor.shape)}, its metadata says"
+                f" {list(shape)}; {REMEDY}"
+            )
+    extra = sorted(header.tensors.keys() - expected.keys() - UNUSED_TENSORS)
+    if extra:
+        raise UnsupportedModel(
+            f"{header.path.name} has tensor {extra[0]}, which is not supported; {REMEDY}"
+        )
+
+
+def _refuse_unknown(metadata: Metadata) -> None:
+    """Raise UnsupportedModel for the first key that is neither understood nor without effect."""
+    without_effect = {f"{PREFIX}{name}" for name in WITHOUT_EFFECT}
+    for key in metadata.unread("clip."):
+        if key not in without_effect and not key.startswith("clip.has_"):
+            raise UnsupportedModel(f"{metadata.describe(key)} is not supported; {REMEDY}")
