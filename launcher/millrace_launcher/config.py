@@ -31,6 +31,11 @@ class LauncherConfig(BaseSettings):
         description="With a GGUF file, the model whose tokenizer and chat template are used: a local folder or a"
         " name on the hub; those in the file when absent.",
     )
+    mmproj: str | None = Field(
+        default=None,
+        description="With a GGUF file, the mmproj file that reads images, or `off`; when absent, the one beside"
+        " it, if there is one.",
+    )
     revision: str | None = Field(
         default=None, description="Branch, tag or commit of the model on the hub."
     )

@@ -116,10 +116,11 @@ class Commands:
         draft = (f"--draft-model={draft_model}",) if draft_model else ()
         name = launcher.tokenizer_name
         tokenizer = (f"--tokenizer-name={name}",) if name else ()
+        images = (f"--mmproj={launcher.mmproj}",) if launcher.mmproj else ()
         program = (*self.programs.shard, "download-weights")
         progress = (f"--progress-seconds={BAR_SECONDS}",) if has_bar else ()
         small = ("--without-weights",) if launcher.has_shards_elsewhere else ()
-        options = (*revision, *draft, *tokenizer, *progress, *small)
+        options = (*revision, *draft, *tokenizer, *images, *progress, *small)
         argv = (*program, self.model_id, "--json-output", *options)
         return Command("download", argv, self._environment())
 

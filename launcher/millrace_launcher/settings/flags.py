@@ -86,7 +86,7 @@ NO_EFFECT = ("No effect", "Refused:", "Old name of")
 LAST = "Accepted for TGI, without effect"
 OTHERS = "Others"
 NAMES: dict[str, str] = {
-    "Model": "model_id task revision tokenizer_name tokenizer_config_path quantize quantize_activations dtype"
+    "Model": "model_id task revision tokenizer_name mmproj tokenizer_config_path quantize quantize_activations dtype"
     " packed_weights_size kv_cache_dtype"
     " draft_model speculator speculate rope_scaling rope_factor hf_overrides allow_unlisted_model huggingface_hub_cache"
     " weights_cache_override",

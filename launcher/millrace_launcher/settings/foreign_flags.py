@@ -42,6 +42,7 @@ OURS: dict[str, str] = {
     "--model-name": "--served-model-name",
     "--tokenizer": "--tokenizer-name",
     "--tokenizer-path": "--tokenizer-name",
+    "-mm": "--mmproj",
     "--max-prefill-tokens": "--max-batch-prefill-tokens",
     "--is-embedding": "--task embed",
     "--cuda-graph-max-bs": "--cuda-graphs",
@@ -239,8 +240,11 @@ _BY_REASON: dict[str, str] = {
     " --enable-single-batch-overlap --multi-step-stream-outputs -O --optimization-level -cc --torch-compile-max-bs",
     "requests are logged only with --log-requests": "--disable-log-requests --disable-log-stats --enable-log-outputs"
     " --log-requests-level --log-requests-format --max-log-len",
-    "images, sound and video are refused; multimodal models answer text": "--mmproj -mm --limit-mm-per-prompt"
-    " --mm-processor-kwargs --enable-multimodal --mmproj-url -mmu --no-mmproj --mmproj-auto --no-mmproj-offload"
+    "--mmproj FILE names the file that reads images, and --mmproj off none": "-mmu --mmproj-url --no-mmproj"
+    " --no-mmproj-auto",
+    "the mmproj file beside a GGUF file is read without a flag": "--mmproj-auto",
+    "images are read where the model reads them; sound and video are refused": "--limit-mm-per-prompt"
+    " --mm-processor-kwargs --enable-multimodal --mmproj-offload --no-mmproj-offload"
     " --image-min-tokens --image-max-tokens --mm-processor-cache-gb --disable-mm-preprocessor-cache"
     " --mm-encoder-tp-mode --interleave-mm-strings --skip-mm-profiling --media-io-kwargs --media-path"
     " --allowed-local-media-path --allowed-media-domains --mm-process-config --mm-attention-backend --enable-mm-embeds"

@@ -12,7 +12,7 @@ from millrace_launcher.settings.arguments import read_settings
 from millrace_proto.flags import option_name
 
 PROGRAM = "millrace download"
-FORWARDED = ("revision", "draft_model", "tokenizer_name", "huggingface_hub_cache")
+FORWARDED = ("revision", "draft_model", "tokenizer_name", "mmproj", "huggingface_hub_cache")
 """Flags of the launcher that say which files are meant, and where they go."""
 
 
@@ -45,5 +45,6 @@ def _parser() -> Parser:
     add("--revision", metavar="NAME", help="branch, tag or commit of the model on the hub")
     add("--draft-model", metavar="MODEL", help="a draft model, which is downloaded as well")
     add("--tokenizer-name", metavar="MODEL", help="with a GGUF file, whose tokenizer is used")
+    add("--mmproj", metavar="FILE", help="with a GGUF file, the file that reads images, or off")
     add("--huggingface-hub-cache", metavar="DIR", help="folder that models are downloaded to")
     return parser

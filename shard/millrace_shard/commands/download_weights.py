@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 needs_weights=not arguments.without_weights,
             ),
             tokenizer=arguments.tokenizer_name,
+            mmproj=arguments.mmproj,
         )
     except ModelError as error:
         log.error("%s", error)  # noqa: TRY400
@@ -65,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer-name",
         help="with a GGUF file, the model whose tokenizer is used: a folder or a name on the hub",
+    )
+    parser.add_argument(
+        "--mmproj",
+        help="with a GGUF file, the mmproj file that reads images, or off; without, the one beside it",
     )
     parser.add_argument(
         "--without-weights",

@@ -25,7 +25,7 @@ from millrace_shard.errors import ModelError, WeightsError
 from millrace_shard.models.description import read_any_config
 from millrace_shard.variables import Variables
 from millrace_shard.weights.gguf.known_folders import MODEL, model_files
-from millrace_shard.weights.hub import HubSettings, resolve
+from millrace_shard.weights.hub import OFF, HubSettings, resolve
 from millrace_shard.weights.safetensor_files import SafetensorFiles
 
 
@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     settings = HubSettings.of(Variables())
     try:
-        folder = resolve(arguments.model_id, revision=arguments.revision, settings=settings)
+        folder = resolve(
+            arguments.model_id, revision=arguments.revision, settings=settings, mmproj=OFF
+        )
         model = load_reference(folder)
         for answer in answers(model, sys.stdin):
             sys.stdout.write(json.dumps(answer) + "\n")

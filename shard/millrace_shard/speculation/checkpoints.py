@@ -15,6 +15,7 @@ from millrace_shard.weights.checkpoint_files import SINGLE
 from millrace_shard.weights.download import download_file
 from millrace_shard.weights.hub import (
     DOWNLOAD_FAILURES,
+    OFF,
     HubError,
     HubSettings,
     cached_file,
@@ -122,24 +123,30 @@ class Checkpoints:
         revision: str | None,
         settings: HubSettings,
         tokenizer: str | None = None,
+        mmproj: str | None = None,
     ) -> Checkpoints:
         """Both names are folders, GGUF files, published models or names on the hub.
 
         If `model_id` names Medusa heads, their config names the model. `tokenizer` is the model that the tokenizer of
-        a GGUF file comes from. Raises ModelError, whose text names the remedy.
+        a GGUF file comes from, and `mmproj` the file with its encoder of images, as in `resolve`. Raises ModelError,
+        whose text names the remedy.
         """
         heads = None
         if settings.weights_override is None:
             heads = _heads(model_id, revision=revision, settings=settings)
         if heads is None:
-            model = resolve(model_id, revision=revision, settings=settings, tokenizer=tokenizer)
+            model = resolve(
+                model_id, revision=revision, settings=settings, tokenizer=tokenizer, mmproj=mmproj
+            )
             return cls(model, None if draft_model is None else find_draft(draft_model, settings))
         if draft_model is not None:
             raise HubError(f"{model_id} has Medusa heads; start without --draft-model")
         config = MedusaConfig.read(heads)
         assert config is not None
         logger.info("Medusa heads in %s for %s", heads, config.base_model)
-        model = resolve(config.base_model, revision=None, settings=settings, tokenizer=tokenizer)
+        model = resolve(
+            config.base_model, revision=None, settings=settings, tokenizer=tokenizer, mmproj=mmproj
+        )
         return cls(model, heads)
 
 
@@ -150,7 +157,7 @@ def find_draft(draft_model: str, settings: HubSettings) -> Path:
     # The override of weights is for the model only.
     settings = replace(settings, weights_override=None)
     heads = _heads(draft_model, revision=None, settings=settings, eagle=True)
-    return heads or resolve(draft_model, revision=None, settings=settings)
+    return heads or resolve(draft_model, revision=None, settings=settings, mmproj=OFF)
 
 
 def _heads(

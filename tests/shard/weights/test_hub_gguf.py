@@ -12,11 +12,12 @@ import pytest
 from millrace_shard.speculation.checkpoints import Checkpoints
 from millrace_shard.weights import download
 from millrace_shard.weights.download import HubAccess
-from millrace_shard.weights.gguf.file_names import chosen, tags
+from millrace_shard.weights.gguf.file_names import best_mmproj, chosen, tags
 from millrace_shard.weights.hub import HubError, HubSettings, resolve
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
 from millrace_testing.models.gguf_files import TinyGguf
+from millrace_testing.models.mmproj_files import TinyPair
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-    return written | {"README.md": b"# Model", "mmproj-m-f16.gguf": b"images"}
+    return written | {"README.md": b"# Model", "imatrix-m.gguf": b"statistics"}
 
 
 def settings(
@@ -71,7 +72,7 @@ def test_a_type_names_the_file_and_only_that_is_fetched(
             f"{REPO}: serving m-Q4_0.gguf; {REPO}:TAG chooses another one, TAG being one of BF16, Q8_0"
             in caplog.messages
         )
-        assert any(text.startswith("mmproj-m-f16.gguf is left aside") for text in caplog.messages)
+        assert any(text.startswith("imatrix-m.gguf is left aside") for text in caplog.messages)
         hub.requests.clear()
         assert served(f"{REPO}:Q4_0", hub, tmp_path) == "m-Q4_0.gguf"
         assert served(f"{REPO}:Q4_0", hub, tmp_path, offline=True) == "m-Q4_0.gguf"
@@ -195,6 +196,31 @@ def test_a_folder_in_place_of_the_cache_has_the_type(
         resolve(f"{REPO}:Q6_K", revision=None, settings=known)
 
 
+def test_the_file_that_reads_images_is_fetched_with_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, encoder = (
+        path.read_bytes() for path in TinyPair("idefics3", tmp_path / "hf").write(tmp_path / "m")
+    )
+    repository = {"BF16/m-BF16.gguf": text, "README.md": b"# Model"}
+    for kind in ("F16", "F32"):
+        repository[f"mmproj-m-{kind}.gguf"] = encoder
+    with fake_hub.serve(Hub(repository)) as hub, caplog.at_level(logging.INFO):
+        known = settings(hub, tmp_path)
+        bare = resolve(REPO, revision=None, settings=known, mmproj="off")
+        assert fetched(hub) == {"BF16/m-BF16.gguf"}
+        assert not (bare / "mmproj.gguf").exists()
+        folder = resolve(REPO, revision=None, settings=known)
+        assert fetched(hub) == {"BF16/m-BF16.gguf", "mmproj-m-F16.gguf"}
+        assert "mmproj-m-F32.gguf is left aside: it is for images" in caplog.messages
+        hub.requests.clear()
+        offline = settings(hub, tmp_path, offline=True)
+        assert resolve(REPO, revision=None, settings=offline) == folder
+        assert hub.requests == []
+    assert (folder / "mmproj.gguf").read_bytes() == encoder
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "idefics3"
+
+
 # Names as publishers give them, and what llama.cpp chooses: find_best_model in its common/download.cpp.
 UNSLOTH = [
     "BF16/Big-BF16-00001-of-00003.gguf",
@@ -222,6 +248,25 @@ UNSLOTH = [
 )
 def test_the_choice_is_llama_cpps(names: list[str], tag: str | None, name: str | None) -> None:
     assert chosen(names, tag) == name
+
+
+MMPROJS = ["Q8/mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-F32.gguf", "mmproj-Q8_0.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Big-Q4_K_M.gguf", "mmproj-Q8_0.gguf"),
+        ("F16/Big-F16-00001-of-00003.gguf", "mmproj-BF16.gguf"),
+        ("Q8/Big-Q8_0.gguf", "Q8/mmproj-F32.gguf"),
+        ("Big.gguf", "mmproj-Q8_0.gguf"),
+        ("Big-Q24.gguf", "mmproj-BF16.gguf"),
+    ],
+)
+def test_the_choice_of_an_encoder_is_llama_cpps(model: str, name: str) -> None:
+    """By find_best_sibling in its common/download.cpp."""
+    assert best_mmproj([*MMPROJS, *UNSLOTH[:-1]], model) == name
+    assert best_mmproj(UNSLOTH[:-1], model) is None
 
 
 def test_types_are_listed_once() -> None:

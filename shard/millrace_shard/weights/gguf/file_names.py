@@ -15,7 +15,7 @@ SNAPSHOT = re.compile(r"(.*/snapshots/([0-9a-f]{40}))/")
 """Begins the paths of files in the hub's cache: the folder of a commit, and the commit."""
 MMPROJ_PART = "mmproj"
 ASIDE = {
-    MMPROJ_PART: "for images, which another file or none reads",
+    MMPROJ_PART: "for images",
     "imatrix": "statistics for quantisation",
     "mtp-": "for drafts",
     "eagle3-": "for drafts",
@@ -87,8 +87,10 @@ def best_mmproj(names: Iterable[str], model: str) -> str | None:
 
 
 def mmproj_beside(path: Path) -> Path | None:
-    """The file with the encoder of images for the model in `path`, in its folder or repository."""
+    """The file with the encoder of images for the model in `path`, in its folder or repository, if any."""
     path = path.absolute()
+    if reason_aside(path.name) is not None:
+        return None
     snapshot = SNAPSHOT.match(str(path))
     root = Path(snapshot[1]) if snapshot else path.parent
     folders = (folder for folder in path.parents if folder.is_relative_to(root))

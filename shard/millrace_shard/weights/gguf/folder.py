@@ -68,7 +68,7 @@ def prepare_gguf(
     """
     paths, beside = parts_of(path), Beside(tokenizer=tokenizer, sampling=sampling, mmproj=mmproj)
     header = GgufHeader.read(*paths)
-    images = None if mmproj is None else GgufHeader.read(mmproj)
+    images = None if mmproj is None else Mmproj.open(mmproj)
     snapshot = SNAPSHOT.match(str(path.absolute()))
     # From the name of a folder the launcher reads the commit of a model on the hub.
     name = _digest(header, images, beside) + (f"-{snapshot[2]}" if snapshot else "")
@@ -78,7 +78,7 @@ def prepare_gguf(
     cache_root.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(dir=cache_root))
     try:
-        _write(building, header, None if images is None else Mmproj.read(images), beside)
+        _write(building, header, images, beside)
         if mmproj is not None:
             (building / MMPROJ).symlink_to(mmproj.resolve())
         for number, part in enumerate(paths, 1):
@@ -96,10 +96,10 @@ def prepare_gguf(
     return target
 
 
-def _digest(header: GgufHeader, images: GgufHeader | None, beside: Beside) -> str:
+def _digest(header: GgufHeader, images: Mmproj | None, beside: Beside) -> str:
     digest, tokenizer, sampling = hashlib.sha256(), beside.tokenizer, beside.sampling
     state = [str(FORMAT_VERSION)]
-    for each in [header] if images is None else [header, images]:
+    for each in [header] if images is None else [header, images.header]:
         state.append(str(each.size))
         for path, num_bytes in zip(each.paths, each.num_bytes, strict=True):
             with path.open("rb") as file:

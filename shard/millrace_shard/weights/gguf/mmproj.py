@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
@@ -63,6 +64,14 @@ class Mmproj:
     """`clip.projector_type`."""
     encoder: Encoder
     colours: Fields
+
+    @classmethod
+    def open(cls, path: Path) -> Mmproj:
+        """Raise as `read`, with a remedy."""
+        try:
+            return cls.read(GgufHeader.read(path))
+        except ModelError as error:
+            raise type(error)(f"{error}; {REMEDY}") from error
 
     @classmethod
     def read(cls, header: GgufHeader) -> Mmproj:
@@ -129,17 +138,15 @@ def _check(header: GgufHeader, tensors: Mapping[str, Stored]) -> None:
     for name, shape in expected.items():
         tensor = header.tensors.get(name)
         if tensor is None:
-            raise WeightsError(f"tensor {name} is missing from {header.path.name}; {REMEDY}")
+            raise WeightsError(f"tensor {name} is missing from {header.path.name}")
         if tensor.shape != shape:
             raise WeightsError(
                 f"tensor {name} in {header.path.name} has shape {list(tensor.shape)}, its metadata says"
-                f" {list(shape)}; {REMEDY}"
+                f" {list(shape)}"
             )
     extra = sorted(header.tensors.keys() - expected.keys() - UNUSED_TENSORS)
     if extra:
-        raise UnsupportedModel(
-            f"{header.path.name} has tensor {extra[0]}, which is not supported; {REMEDY}"
-        )
+        raise UnsupportedModel(f"{header.path.name} has tensor {extra[0]}, which is not supported")
 
 
 def _refuse_unknown(metadata: Metadata) -> None:
@@ -147,4 +154,4 @@ def _refuse_unknown(metadata: Metadata) -> None:
     without_effect = {f"{PREFIX}{name}" for name in WITHOUT_EFFECT}
     for key in metadata.unread("clip."):
         if key not in without_effect and not key.startswith("clip.has_"):
-            raise UnsupportedModel(f"{metadata.describe(key)} is not supported; {REMEDY}")
+            raise UnsupportedModel(f"{metadata.describe(key)} is not supported")

@@ -101,7 +101,7 @@ def test_a_folder_with_one_gguf_file_is_that_model(whole: bytes, tmp_path: Path)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "m.Q4_0.gguf").write_bytes(whole)
-    (folder / "mmproj-m.gguf").write_bytes(b"images")
+    (folder / "imatrix-m.gguf").write_bytes(b"statistics")
     (folder / "config.json").write_text("{}")
     found = resolve(str(folder), revision=None, settings=settings)
     assert (found / "model.gguf").resolve() == folder / "m.Q4_0.gguf"

@@ -111,11 +111,12 @@ def test_files_that_are_no_text_models_are_left_aside_and_named(
     for name in ("mmproj-model-f16.gguf", "m-mmproj.gguf", "imatrix.gguf"):
         (paths[0].parent / name).write_bytes(b"")
     with caplog.at_level(logging.INFO):
-        resolve(str(paths[0].parent), revision=None, settings=settings_of(tmp_path))
+        settings = settings_of(tmp_path)
+        resolve(str(paths[0].parent), revision=None, settings=settings, mmproj="off")
     assert [text for text in caplog.messages if "left aside" in text] == [
         "imatrix.gguf is left aside: it is statistics for quantisation",
-        "m-mmproj.gguf is left aside: it is for images, and text is served",
-        "mmproj-model-f16.gguf is left aside: it is for images, and text is served",
+        "m-mmproj.gguf is left aside: it is for images",
+        "mmproj-model-f16.gguf is left aside: it is for images",
     ]
 
 

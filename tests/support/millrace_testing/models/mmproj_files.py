@@ -112,17 +112,28 @@ class TinyPair:
     """Of the encoder; None removes a key."""
     tokens: dict[str, Any] | None = None
     """The tokenizer's metadata; None: one whose last token is the placeholder."""
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the encoder."""
+    of_text: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the text model."""
 
     def __post_init__(self) -> None:
         own = KINDS[self.family]
         fields = {key: value for key, value in own.of_text.items() if key != "rope_parameters"}
-        self.text = TinyGguf(own.text, **TEXT | fields)
-        self.text.metadata |= self.tokens or _tokens(own.placeholder)
+        self.text = TinyGguf(own.text, **{**TEXT, **fields, **self.of_text})
+        tokens = self.tokens or _tokens(own.placeholder)
+        self.text.metadata |= tokens
         text = self.text.config.to_dict() | dict(own.of_text)
         if own.is_qwen:
             text.pop("model_type")
         save = save_tiny_qwen if own.is_qwen else save_tiny_vision
-        self.model: PreTrainedModel = save(self.folder, self.family, text=text, **own.vision)
+        self.model: PreTrainedModel = save(
+            self.folder,
+            self.family,
+            text=text,
+            image_token_id=tokens["tokenizer.ggml.tokens"].index(own.placeholder),
+            **{**own.vision, **self.vision},
+        )
         _copy_text(self.text.model, self.model)
         self.model.save_pretrained(self.folder)
         if own.arch is not None:
