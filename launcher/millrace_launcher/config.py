@@ -33,7 +33,7 @@ class LauncherConfig(BaseSettings):
     )
     mmproj: str | None = Field(
         default=None,
-        description="With a GGUF file, the mmproj file that reads images, or `off`; when absent, the one beside"
+        description="With a GGUF file, the mmproj file that reads images, or `off`; when absent, one next to"
         " it, if there is one.",
     )
     revision: str | None = Field(

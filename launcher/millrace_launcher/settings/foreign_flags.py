@@ -242,7 +242,7 @@ _BY_REASON: dict[str, str] = {
     " --log-requests-level --log-requests-format --max-log-len",
     "--mmproj FILE names the file that reads images, and --mmproj off none": "-mmu --mmproj-url --no-mmproj"
     " --no-mmproj-auto",
-    "the mmproj file beside a GGUF file is read without a flag": "--mmproj-auto",
+    "the mmproj file next to a GGUF file is read without a flag": "--mmproj-auto",
     "images are read where the model reads them; sound and video are refused": "--limit-mm-per-prompt"
     " --mm-processor-kwargs --enable-multimodal --mmproj-offload --no-mmproj-offload"
     " --image-min-tokens --image-max-tokens --mm-processor-cache-gb --disable-mm-preprocessor-cache"

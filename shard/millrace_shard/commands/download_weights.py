@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--mmproj",
-        help="with a GGUF file, the mmproj file that reads images, or off; without, the one beside it",
+        help="with a GGUF file, the mmproj file that reads images, or off; without, one next to it",
     )
     parser.add_argument(
         "--without-weights",

@@ -148,7 +148,7 @@ def resolve(
 
     The model is downloaded if the cache lacks it. The path may name a GGUF file, and the name on the hub one by its
     block type, as in `org/repo:Q4_K_M`. Its tokenizer may come from another model, `tokenizer`, and its encoder of
-    images from the file `mmproj` in place of the one beside it; OFF is none. Raises ModelError, whose text names the
+    images from the file `mmproj` in place of the one next to it; OFF is none. Raises ModelError, whose text names the
     remedy.
     """
     if mmproj not in {None, OFF} and not Path(mmproj).expanduser().is_file():

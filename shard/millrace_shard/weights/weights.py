@@ -89,7 +89,7 @@ class Weights:
     ) -> None:
         """Open the checkpoint in `folder`, or only `file` in it, which is quantised, or to be quantised, so.
 
-        MMPROJ is the encoder of images beside a GGUF file.
+        MMPROJ has the encoder of images of a GGUF file.
 
         With `packed`, codes that an earlier start has packed are not read.
         """

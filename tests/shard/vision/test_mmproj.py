@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from millrace_shard.batch.step import StepResult
+from millrace_shard.vision.registry import read_vision
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.engines.image_stepper import ROWS, ImageStepper
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.mmproj_files import KINDS, TinyPair
+from millrace_testing.models.models import assert_scores_as, prompt_of, read_driver
 from millrace_testing.models.vision_models import (
     Prompt,
     picture,
@@ -64,3 +66,14 @@ def test_features_and_logits_are_those_of_the_checkpoint(family: str, tmp_path: 
     assert sorted(result.top_ids.tolist()) == sorted(best.indices.tolist())
     logprobs = torch.from_numpy(np.sort(result.top_logprobs))
     torch.testing.assert_close(logprobs, best.values.sort().values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_without_the_file_the_text_model_answers_as_its_class_without_axes(
+    family: str, tmp_path: Path
+) -> None:
+    pair = TinyPair(family, tmp_path / "hf")
+    folder = prepare_gguf(pair.text.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)
+    assert read_vision(folder) is None
+    prompts = [prompt_of(20)]
+    assert_scores_as(pair.text.model, prompts, read_driver(folder).generate(prompts, 2, chunk=16))

@@ -1,7 +1,7 @@
 """The encoders of images in mmproj files: fields of config.json and of the processor, and where tensors are.
 
 Sources are llama.cpp's converters and its loader, tools/mtmd/clip.cpp. The file has nothing of the processor but
-sizes, means and deviations; the rest is that of the published checkpoints of the family.
+sizes, means and deviations; the rest is as in the family's published checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ Fields = dict[str, Any]
 PREFIX = "clip.vision."
 CHANNELS, FRAMES = 3, 2
 FIRST_DOWN = "v.blk.0.ffn_down.weight"
-MERGER = "mm.patch_merger.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Encoder:
     """`vision_config`."""
     tensors: Tensors
     outer: Fields
-    """Further fields beside it."""
+    """Further fields of config.json."""
     processor: Fields
     """Sizes in preprocessor_config.json."""
 
@@ -385,42 +384,21 @@ def qwen3(clip: Clip) -> Encoder:
 
 def pixtral(clip: Clip) -> Encoder:
     """Pixtral, and Mistral 3 if squares of patches are joined."""
-    hidden, patch, image = clip.hidden, clip.patch, clip.needed("image_size")
-    (inner, up, down), text_size = clip.inner(), clip.shape("mm.2.weight")[0]
-    merge, has_merger = clip.count("spatial_merge_size", 1), MERGER in clip
-    has_bias, projector = "mm.1.bias" in clip, "multi_modal_projector."
-    square = hidden, hidden
-    modules = {
-        "attention_norm": ("ln1", (hidden,)),
-        "ffn_norm": ("ln2", (hidden,)),
-        "attention.v_proj": ("attn_v", square),
-        "attention.o_proj": ("attn_out", square),
-        "feed_forward.gate_proj": ("ffn_gate", (inner, hidden)),
-        "feed_forward.up_proj": (up, (inner, hidden)),
-        "feed_forward.down_proj": (down, (hidden, inner)),
-    }
-    layers = "vision_tower.transformer.layers."
-    conv = hidden, CHANNELS, patch, patch
+    hidden, image = clip.hidden, clip.needed("image_size")
+    inner, text_size = clip.inner()[0], clip.shape("mm.2.weight")[0]
+    merge, has_bias = clip.count("spatial_merge_size", 1), "mm.1.bias" in clip
     tensors = {
-        **_module("vision_tower.patch_conv", "v.patch_embd", *conv, bias=False),
-        **_module("vision_tower.ln_pre", "v.pre_ln", hidden, bias=False),
-        **_layers(clip, layers, modules, bias=False),
-        **_module(f"{projector}linear_1", "mm.1", text_size, hidden, bias=has_bias),
-        **_module(f"{projector}linear_2", "mm.2", text_size, text_size, bias=has_bias),
+        **_pixtral_layers(clip),
+        **_module(f"{PIXTRAL}1", "mm.1", text_size, hidden, bias=has_bias),
+        **_module(f"{PIXTRAL}2", "mm.2", text_size, text_size, bias=has_bias),
     }
-    for layer in range(clip.num_layers):
-        for kind in "qk":
-            rotated = Stored(
-                (f"v.blk.{layer}.attn_{kind}.weight",), square, num_heads=clip.num_heads
-            )
-            tensors[f"{layers}{layer}.attention.{kind}_proj.weight"] = rotated
-    if has_merger:
-        wide = hidden * merge**2
-        merging = f"{projector}patch_merger.merging_layer"
+    if MERGER in clip:
+        projector, wide = "multi_modal_projector.", hidden * merge**2
         tensors |= _module(f"{projector}norm", "mm.input_norm", hidden, bias=False)
-        tensors |= _module(merging, MERGER.removesuffix(".weight"), hidden, wide, bias=False)
+        merging = f"{projector}patch_merger.merging_layer.weight"
+        tensors[merging] = Stored((MERGER,), (hidden, wide))
     return Encoder(
-        model_type="mistral3" if has_merger else "llava",
+        model_type="mistral3" if MERGER in clip else "llava",
         text_size=text_size,
         vision={
             "model_type": "pixtral",
@@ -429,7 +407,7 @@ def pixtral(clip: Clip) -> Encoder:
             "num_hidden_layers": clip.num_layers,
             "num_attention_heads": clip.num_heads,
             "image_size": image,
-            "patch_size": patch,
+            "patch_size": clip.patch,
             "hidden_act": clip.activation(gelu="gelu"),
             "rope_theta": clip.metadata.number("clip.rope.freq_base") or 1e4,
         },
@@ -440,5 +418,37 @@ def pixtral(clip: Clip) -> Encoder:
             "spatial_merge_size": merge,
             "multimodal_projector_bias": has_bias,
         },
-        processor={"size": {"longest_edge": image}, "patch_size": patch},
+        processor={"size": {"longest_edge": image}, "patch_size": clip.patch},
     )
+
+
+PIXTRAL = "multi_modal_projector.linear_"
+MERGER = "mm.patch_merger.weight"
+
+
+def _pixtral_layers(clip: Clip) -> Tensors:
+    hidden, (inner, up, down) = clip.hidden, clip.inner()
+    square = hidden, hidden
+    modules = {
+        "attention_norm": ("ln1", (hidden,)),
+        "ffn_norm": ("ln2", (hidden,)),
+        "attention.v_proj": ("attn_v", square),
+        "attention.o_proj": ("attn_out", square),
+        "feed_forward.gate_proj": ("ffn_gate", (inner, hidden)),
+        "feed_forward.up_proj": (up, (inner, hidden)),
+        "feed_forward.down_proj": (down, (hidden, inner)),
+    }
+    layers, conv = "vision_tower.transformer.layers.", (hidden, CHANNELS, clip.patch, clip.patch)
+    rotated = {
+        f"{layers}{layer}.attention.{kind}_proj.weight": Stored(
+            (f"v.blk.{layer}.attn_{kind}.weight",), square, num_heads=clip.num_heads
+        )
+        for layer in range(clip.num_layers)
+        for kind in "qk"
+    }
+    return {
+        **_module("vision_tower.patch_conv", "v.patch_embd", *conv, bias=False),
+        **_module("vision_tower.ln_pre", "v.pre_ln", hidden, bias=False),
+        **_layers(clip, layers, modules, bias=False),
+        **rotated,
+    }

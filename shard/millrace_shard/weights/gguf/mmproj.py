@@ -99,9 +99,9 @@ class Mmproj:
         return PROJECTORS[self.kind].placeholder
 
     def config(self, text: Mapping[str, Any], arch: str, token_id: int | None, of: str) -> Fields:
-        """The object of config.json around that of the text model in the file `of`, of the architecture `arch`.
+        """The object of config.json around the object `text` of a text model, whose file is `of`.
 
-        `token_id` stands for a feature. Raises ModelError for another model's text.
+        `arch` is the file's architecture, and `token_id` stands for a feature. Raises ModelError for another model's text.
         """
         texts = PROJECTORS[self.kind].texts
         size = text["hidden_size"]
