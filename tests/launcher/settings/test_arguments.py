@@ -103,6 +103,7 @@ OURS = [
     ("--hf-overrides", '{"rope_theta": 1e6}', "shard", '{"rope_theta": 1e6}'),
     ("--packed-weights-size", "8GiB", "shard", 8 * 1024**3),
     ("--tokenizer-name", "org/tokenizer", "launcher", "org/tokenizer"),
+    ("--mmproj", "off", "launcher", "off"),
     ("--draft-model", "org/draft", "shard", "org/draft"),
     ("--speculator", "org/head", "shard", "org/head"),
     ("--device", "cpu", "shard", "cpu"),

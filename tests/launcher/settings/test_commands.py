@@ -190,11 +190,12 @@ def test_two_flags_that_name_what_drafts_are_refused(capsys: pytest.CaptureFixtu
     assert "both name what drafts: give one of them" in capsys.readouterr().err
 
 
-def test_only_the_download_gets_the_name_of_the_tokenizer() -> None:
-    given = commands("--tokenizer-name=org/tokenizer")
-    assert "--tokenizer-name=org/tokenizer" in given.download().argv
+@pytest.mark.parametrize("flag", ["--tokenizer-name=org/tokenizer", "--mmproj=off"])
+def test_only_the_download_gets_the_names_of_other_files(flag: str) -> None:
+    given = commands(flag)
+    assert flag in given.download().argv
     for child in (given.shard(0, FOLDER), given.router(FOLDER)):
-        assert not any("tokenizer" in option for option in child.argv)
+        assert not any(flag.partition("=")[0] in option for option in child.argv)
 
 
 def test_a_router_whose_ranks_are_elsewhere_downloads_no_weights() -> None:

@@ -101,7 +101,8 @@ class Mmproj:
     def config(self, text: Mapping[str, Any], arch: str, token_id: int | None, of: str) -> Fields:
         """The object of config.json around the object `text` of a text model, whose file is `of`.
 
-        `arch` is the file's architecture, and `token_id` stands for a feature. Raises ModelError for another model's text.
+        `arch` is the file's architecture, and `token_id` stands for a feature. Raises ModelError for another model's
+        text.
         """
         texts = PROJECTORS[self.kind].texts
         size = text["hidden_size"]
