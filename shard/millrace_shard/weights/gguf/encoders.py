@@ -357,7 +357,10 @@ def qwen3(clip: Clip) -> Encoder:
     tensors[f"{QWEN}patch_embed.proj.bias"] = Stored(("v.patch_embd.bias",), (hidden,))
     positions = clip.shape("v.position_embd.weight")[0]
     tensors |= _module(f"{QWEN}pos_embed", "v.position_embd", positions, hidden, bias=False)
-    flags = clip.metadata.flags(f"{PREFIX}is_deepstack_layers") or ()
+    key = f"{PREFIX}is_deepstack_layers"
+    flags = clip.metadata.flags(key) or [False] * clip.num_layers
+    if len(flags) != clip.num_layers:
+        raise WeightsError(f"{clip.metadata.describe(key)} must have a flag for each layer")
     deepstack = [layer for layer, is_one in enumerate(flags) if is_one]
     wide = hidden * vision["spatial_merge_size"] ** 2
     for index, layer in enumerate(deepstack):

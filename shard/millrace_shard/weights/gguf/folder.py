@@ -128,7 +128,7 @@ def _write(folder: Path, header: GgufHeader, images: Mmproj | None, beside: Besi
         )
     if images is not None:
         arch = metadata.text("general.architecture")
-        placeholder = Tokenizer.from_file(str(folder / TOKENIZER)).token_to_id(images.placeholder)
+        placeholder = Tokenizer.from_file(str(folder / TOKENIZER)).token_to_id(images.tokens[0])
         config = images.config(config, str(arch), placeholder, name)
         _write_json(folder / "preprocessor_config.json", images.processor())
     ends = generation.get("eos_token_id")
@@ -142,7 +142,7 @@ def _write_tokenizer(
     """Write the files of the tokenizer in the metadata; returns the object of generation_config.json."""
     vocabulary = Vocabulary.read(metadata, vocab_size=config["vocab_size"])
     if images is not None:
-        vocabulary = vocabulary.with_placeholder(images.placeholder)
+        vocabulary = vocabulary.with_images(*images.tokens)
     (folder / TOKENIZER).write_text(tokenizer_json(metadata, vocabulary))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, vocabulary))
     ids = {f"{name}_token_id": vocabulary.named.get(name) for name in ("bos", "pad")}

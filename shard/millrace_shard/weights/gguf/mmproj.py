@@ -16,31 +16,29 @@ from millrace_shard.weights.gguf.metadata import Metadata
 REMEDY = "name another file with --mmproj, or serve only text with --mmproj off"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Projector:
     """How files of a projector type hold the encoder of a family."""
 
     read: Callable[[Clip], Encoder]
     texts: tuple[str, ...]
     """Architectures of the text model."""
-    placeholder: str
-    """The token that stands for a feature in a prompt."""
+    tokens: tuple[str, ...]
+    """Control tokens around images; the first stands for a feature in a prompt."""
 
 
-_LLAMA = ("llama", "mistral3")
+_GEMMA = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+_IDEFICS = ("<image>", "<fake_token_around_image>", "<global-img>")
+_QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+_PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_MISTRAL = ("llama", "mistral3")
 PROJECTORS: Mapping[str, Projector] = {
-    "gemma3": Projector(read=encoders.gemma3, texts=("gemma3",), placeholder="<image_soft_token>"),
-    "idefics3": Projector(read=encoders.idefics3, texts=("llama",), placeholder="<image>"),
-    "qwen2vl_merger": Projector(
-        read=encoders.qwen2, texts=("qwen2vl",), placeholder="<|image_pad|>"
-    ),
-    "qwen2.5vl_merger": Projector(
-        read=encoders.qwen2_5, texts=("qwen2vl",), placeholder="<|image_pad|>"
-    ),
-    "qwen3vl_merger": Projector(
-        read=encoders.qwen3, texts=("qwen3vl",), placeholder="<|image_pad|>"
-    ),
-    "pixtral": Projector(read=encoders.pixtral, texts=_LLAMA, placeholder="[IMG]"),
+    "gemma3": Projector(encoders.gemma3, ("gemma3",), _GEMMA),
+    "idefics3": Projector(encoders.idefics3, ("llama",), _IDEFICS),
+    "qwen2vl_merger": Projector(encoders.qwen2, ("qwen2vl",), _QWEN),
+    "qwen2.5vl_merger": Projector(encoders.qwen2_5, ("qwen2vl",), _QWEN),
+    "qwen3vl_merger": Projector(encoders.qwen3, ("qwen3vl",), _QWEN),
+    "pixtral": Projector(encoders.pixtral, _MISTRAL, _PIXTRAL),
 }
 """By `clip.projector_type`."""
 WITHOUT_EFFECT = (
@@ -94,9 +92,9 @@ class Mmproj:
         return cls(header, kind, encoder, colours)
 
     @property
-    def placeholder(self) -> str:
-        """The token that stands for a feature in a prompt."""
-        return PROJECTORS[self.kind].placeholder
+    def tokens(self) -> tuple[str, ...]:
+        """See `Projector.tokens`."""
+        return PROJECTORS[self.kind].tokens
 
     def config(self, text: Mapping[str, Any], arch: str, token_id: int | None, of: str) -> Fields:
         """The object of config.json around the object `text` of a text model, whose file is `of`.
@@ -113,7 +111,7 @@ class Mmproj:
                 f"makes features of {self.encoder.text_size} numbers, and {of} has hidden states of {size}"
             )
         if token_id is None:
-            self.refuse(f"needs the token {self.placeholder}, which the tokenizer of {of} lacks")
+            self.refuse(f"needs the token {self.tokens[0]}, which the tokenizer of {of} lacks")
         return {
             "model_type": self.encoder.model_type,
             "text_config": dict(text),

@@ -84,17 +84,20 @@ class Vocabulary:
             )
         return cls(tokens=tokens, kinds=kinds, ids=ids, named=_named(metadata, len(tokens)))
 
-    def with_placeholder(self, token: str) -> Vocabulary:
-        """The same with `token` in place of the last of the tokens that no text has, unless it has it or none of these.
+    def with_images(self, placeholder: str, *others: str) -> Vocabulary:
+        """The same with these as control tokens, which some files mark otherwise.
 
-        Files of Gemma 3 leave out the token for images, whose embedding nothing reads.
+        Files of Gemma 3 leave out the placeholder, whose embedding nothing reads; it takes the place of the last of the
+        tokens that no text has.
         """
-        unused = [id_ for id_, text in enumerate(self.tokens) if text.startswith("<unused")]
-        if token in self.ids or not unused:
-            return self
         tokens, kinds = [*self.tokens], [*self.kinds]
-        tokens[unused[-1]], kinds[unused[-1]] = token, TokenKind.CONTROL
+        unused = [id_ for id_, text in enumerate(tokens) if text.startswith("<unused")]
+        if placeholder not in self.ids and unused:
+            tokens[unused[-1]] = placeholder
         ids = {text: id_ for id_, text in enumerate(tokens)}
+        for text in (placeholder, *others):
+            if text in ids:
+                kinds[ids[text]] = TokenKind.CONTROL
         return replace(self, tokens=tokens, kinds=kinds, ids=ids)
 
     def of_kind(self, *kinds: TokenKind) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,11 +79,14 @@ def test_a_token_for_images_that_the_file_leaves_out_takes_the_place_of_an_unuse
 ) -> None:
     gemma = TinyPair("gemma3", tmp_path / "hf")
     tokens = gemma.text.metadata["tokenizer.ggml.tokens"]
-    unused = ["<unused0>", *tokens[4:-1], "<unused1>"]
-    gemma.text.metadata["tokenizer.ggml.tokens"] = [*tokens[:3], *unused]
+    others = ["<unused0>", "<start_of_image>", *tokens[5:-1], "<unused1>"]
+    gemma.text.metadata["tokenizer.ggml.tokens"] = [*tokens[:3], *others]
     text, encoder = gemma.write(tmp_path / "m.gguf")
     folder = prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=encoder)
     assert read_config(folder)["image_token_id"] == len(tokens) - 1
+    # The file has it as a normal token.
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    assert [each["special"] for each in added if each["content"] == "<start_of_image>"] == [True]
     gemma.text.metadata["tokenizer.ggml.tokens"] = [*tokens[:-1], "word"]
     text, encoder = gemma.write(tmp_path / "other.gguf")
     with pytest.raises(ModelError, match=r"needs the token <image_soft_token>, which .*other.gguf"):
