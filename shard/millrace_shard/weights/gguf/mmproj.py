@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any, NoReturn
 from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.weights.gguf import encoders
 from millrace_shard.weights.gguf.encoders import PREFIX, Clip, Encoder, Fields, Stored
+from millrace_shard.weights.gguf.file_names import parts_of
 from millrace_shard.weights.gguf.header import GgufHeader
 from millrace_shard.weights.gguf.metadata import Metadata
+
+log = logging.getLogger(__name__)
 
 REMEDY = "name another file with --mmproj, or serve only text with --mmproj off"
 
@@ -53,6 +57,10 @@ UNUSED_TENSORS = frozenset({"v.token_embd.img_break"})
 """The text model has it as well."""
 
 
+class UnsupportedProjector(UnsupportedModel):
+    """An encoder of a kind that is not known, or not for this text model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mmproj:
     """The encoder in a file, which was compared with the file's tensors."""
@@ -81,7 +89,7 @@ class Mmproj:
             raise UnsupportedModel(f"{name} has the architecture {arch!r}, and an encoder has clip")
         kind = metadata.text("clip.projector_type") or metadata.text(f"{PREFIX}projector_type")
         if kind is None or kind not in PROJECTORS:
-            raise UnsupportedModel(
+            raise UnsupportedProjector(
                 f"{name} has clip.projector_type={kind!r}; these are supported: {', '.join(PROJECTORS)}"
             )
         clip = Clip(header, metadata)
@@ -129,6 +137,25 @@ class Mmproj:
     def refuse(self, reason: str) -> NoReturn:
         """Raise ModelError for a file that does not belong to the text model."""
         raise ModelError(f"{self.header.path.name} (projector_type {self.kind}) {reason}; {REMEDY}")
+
+
+def readable(path: Path, model: Path) -> Path | None:
+    """Return `path`, a file next to `model`, if its encoder is known for such text models; else warn, and return None.
+
+    Raises ModelError for a damaged file.
+    """
+    arch = GgufHeader.read(*parts_of(model), with_lists=False).metadata.get("general.architecture")
+    try:
+        file = Mmproj.open(path)
+        texts = PROJECTORS[file.kind].texts
+        if arch not in texts:
+            raise UnsupportedProjector(
+                f"{path.name} (projector_type {file.kind}) reads images for {' or '.join(texts)}, not for {arch}"
+            )
+    except UnsupportedProjector as error:
+        log.warning("images are refused, and only text is served: %s", error)
+        return None
+    return path
 
 
 def _check(header: GgufHeader, tensors: Mapping[str, Stored]) -> None:

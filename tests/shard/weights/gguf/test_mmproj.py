@@ -148,12 +148,33 @@ def test_a_file_that_does_not_fit_ends_the_start_with_one_line(
     tensors, metadata = dict(pair.tensors), dict(pair.metadata)
     change(pair)
     pair.kind = "F32"
-    text, _ = pair.write(tmp_path / "m.gguf")
+    text, encoder = pair.write(tmp_path / "m.gguf")
     pair.tensors, pair.metadata = tensors, metadata
     remedy = "; name another file with --mmproj, or serve only text with --mmproj off$"
     with pytest.raises(ModelError, match=f"{message}.*{remedy}"):
-        resolve(str(text), revision=None, settings=settings)
+        resolve(str(text), revision=None, settings=settings, mmproj=str(encoder))
     assert resolve(str(text), revision=None, settings=settings, mmproj="off").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("resampler", "'resampler'; these are supported"),
+        ("qwen3vl_merger", "reads images for qwen"),
+    ],
+)
+def test_an_encoder_that_was_only_found_and_is_not_known_leaves_a_model_of_text(
+    kind: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    access = HubAccess(endpoint="http://127.0.0.1:9", token=None, cache=tmp_path / "hub")
+    settings = HubSettings(access, offline=True, side_root=tmp_path / "side")
+    own = TinyPair("idefics3", tmp_path / "hf", metadata={"clip.projector_type": "resampler"})
+    text, encoder = own.write(tmp_path / "m.gguf")
+    if kind != "resampler":
+        TinyPair("qwen3_vl", tmp_path / "other").write_encoder(encoder)
+    folder = resolve(str(text), revision=None, settings=settings)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert [each for each in caplog.messages if reason in each and "only text is served" in each]
 
 
 def test_an_encoder_of_another_model_is_named(pair: TinyPair, tmp_path: Path) -> None:
