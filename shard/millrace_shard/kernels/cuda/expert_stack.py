@@ -10,14 +10,8 @@ import triton
 from torch import Tensor
 
 from millrace_shard.kernels.cuda.linear_tilings import row_tiling
-from millrace_shard.kernels.cuda.quantized_linear import (
-    SCALE_DTYPES,
-    PackedCodes,
-    are_one_matrix,
-    pack,
-    sums_of_steps,
-    unpacked,
-)
+from millrace_shard.kernels.cuda.packed_codes import SCALE_DTYPES, PackedCodes, pack, unpacked
+from millrace_shard.kernels.cuda.quantized_linear import are_one_matrix, sums_of_steps
 from millrace_shard.kernels.cuda.triton_experts import multiply_experts
 from millrace_shard.kernels.cuda.triton_quantized import multiply_expert_codes
 from millrace_shard.kernels.layer_weights import LinearWeights

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millrace_shard.device.transfers import copy_directly
-from millrace_shard.kernels.cuda.quantized_linear import PackedCodes, can_join, pack
+from millrace_shard.kernels.cuda.packed_codes import PackedCodes, can_join, pack
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_testing.quantized.code_formats import TABLES, random_codes
 

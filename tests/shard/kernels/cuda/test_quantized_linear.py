@@ -12,10 +12,11 @@ from torch import Tensor
 from millrace_shard.kernels import agreement
 from millrace_shard.kernels.agreement import distance
 from millrace_shard.kernels.base import Linear
-from millrace_shard.kernels.cuda import quantized_linear
+from millrace_shard.kernels.cuda import packed_codes, quantized_linear
 from millrace_shard.kernels.cuda.linear_tilings import MANY_ROWS
 from millrace_shard.kernels.cuda.operators import CudaKernels
-from millrace_shard.kernels.cuda.quantized_linear import EXPANDED_ROWS, QuantizedLinear, pack
+from millrace_shard.kernels.cuda.packed_codes import pack
+from millrace_shard.kernels.cuda.quantized_linear import EXPANDED_ROWS, QuantizedLinear
 from millrace_shard.kernels.cuda.triton_quantized import expand_codes
 from millrace_shard.kernels.layer_blocks import SideBySide
 from millrace_shard.kernels.layer_weights import LinearWeights
@@ -275,7 +276,7 @@ def test_bytes_of_e4m3_are_converted_to_their_values(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All 256 but NaN, which Triton's interpreter reads as a number."""
-    monkeypatch.setattr(quantized_linear, "converts_e4m3", lambda _: True)
+    monkeypatch.setattr(packed_codes, "converts_e4m3", lambda _: True)
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
     values = TABLES["e4m3"]
     codes[values[codes.int()].isnan()] = 0

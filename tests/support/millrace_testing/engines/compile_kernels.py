@@ -39,11 +39,8 @@ from millrace_shard.kernels.cuda.cuda_attention import (
     tile_tiling,
 )
 from millrace_shard.kernels.cuda.linear_tilings import RowTiling
-from millrace_shard.kernels.cuda.quantized_linear import (
-    EXPANDED_OUTPUTS,
-    SUM_STEPS,
-    step_length,
-)
+from millrace_shard.kernels.cuda.packed_codes import step_length
+from millrace_shard.kernels.cuda.quantized_linear import EXPANDED_OUTPUTS, SUM_STEPS
 from millrace_shard.kernels.cuda.triton_codes import (
     CONVERTS_E4M3,
     E4M3,
