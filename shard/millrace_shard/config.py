@@ -39,7 +39,7 @@ def json_object(text: str) -> dict[str, Any]:
     raise ValueError(f"it is not an object in JSON: {text}")
 
 
-TorchOperator = Literal["flash_attn_3", "varlen_attn", "grouped_mm", "cublas"]
+TorchOperator = Literal["flash_attn_3", "varlen_attn", "grouped_mm", "cublas", "scaled_mm"]
 """Operators that CUDA takes from libraries without --deterministic."""
 LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 
@@ -195,8 +195,9 @@ class DeviceFlags(BaseModel):
     disable_operators: Annotated[tuple[TorchOperator, ...], NoDecode] = Field(
         default=(),
         description="Operators of libraries that CUDA does not take, separated by commas: flash_attn_3, varlen_attn,"
-        " grouped_mm, cublas (for codes in long prompts). Without --deterministic each is taken where it is there and"
-        " agrees with plain PyTorch at the start; /info lists those.",
+        " grouped_mm, and for codes in long prompts cublas and scaled_mm (which quantises activations to e4m3, too)."
+        " Without --deterministic each is taken where it is there and agrees with plain PyTorch at the start; /info"
+        " lists those.",
     )
     verify_kv: bool = Field(
         default=False,
@@ -277,7 +278,8 @@ class WeightFlags(BaseModel):
         description="What quantized weights are multiplied with on CPU in bfloat16 models: int8 rounds activations to"
         " int8 with a scale for every 32 of a row, where the weights are integers, which is faster; exact keeps them."
         " auto is exact below a billion parameters, and where int8 is less than 1.2 times as fast with the model's"
-        " shapes on this CPU, which is measured once and kept on disk; else int8. The log and /info state it.",
+        " shapes on this CPU, which is measured once and kept on disk; else int8. The log and /info state it."
+        " exact leaves scaled_mm of CUDA out, too, see --disable-operators.",
     )
     packed_weights_size: ByteSize = Field(
         default=ByteSize(32 << 30),

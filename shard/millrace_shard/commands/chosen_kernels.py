@@ -61,6 +61,7 @@ def chosen_kernels(
 
     A collective where activations are chosen by a measurement, which rank 0 makes for all.
     """
+    keeps_activations = config.quantize_activations == "exact"
     kernels = choose_kernels(
         device,
         dtype,
@@ -68,7 +69,7 @@ def chosen_kernels(
         shapes=_layer_shapes(config, device, choose_cache_dtype(config, dtype)),
         custom=not config.disable_custom_kernels,
         adapters=config.enable_lora,
-        disabled=config.disable_operators,
+        disabled=(*config.disable_operators, *(["scaled_mm"] if keeps_activations else [])),
     )
     is_made_int8 = config.quantize == INT8
     if is_made_int8 and (device.type != "cpu" or dtype != torch.bfloat16):

@@ -210,15 +210,19 @@ def _torch_operators(
     from millrace_shard.kernels.cuda.operators import (  # noqa: PLC0415
         CUBLAS,
         GROUPED,
+        SCALED,
         VARLEN,
         CudaKernels,
     )
+    from millrace_shard.kernels.cuda.scaled_products import multiplies  # noqa: PLC0415
 
     has_plain_cache = not any(is_coded(shape.cache_dtype or dtype) for shape in shapes)
     useful = {
         VARLEN: dtype in HALF_DTYPES and has_plain_cache,
         GROUPED: dtype == torch.bfloat16 and any(shape.experts for shape in shapes),
         CUBLAS: any(shape.formats for shape in shapes),
+        SCALED: dtype == torch.bfloat16
+        and any(multiplies(each, device) for shape in shapes for each in shape.formats),
     }
     chosen = []
     for name in (name for name, is_useful in useful.items() if is_useful and name not in disabled):

@@ -51,6 +51,8 @@ class QuantizedTensor:
     """int64 [in]: column i of the codes belongs to input `input_order[i]`; None: to input i."""
     units: ScaleUnits | None = None
     """Of `scales` and `offsets`, if they have any; groups then divide UNIT_INPUTS."""
+    e4m3_inputs: bool = False
+    """Whether the format is for products with inputs in e4m3, which fast mode on CUDA takes for many rows."""
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
@@ -111,6 +113,7 @@ class CodeFormat:
     """None: one group of all inputs."""
     has_offsets: bool = False
     has_input_order: bool = False
+    e4m3_inputs: bool = False
 
     @classmethod
     def of(cls, weight: QuantizedTensor) -> CodeFormat:
@@ -121,6 +124,7 @@ class CodeFormat:
             group_size=None if is_whole else weight.group_size,
             has_offsets=weight.offsets is not None,
             has_input_order=weight.input_order is not None,
+            e4m3_inputs=weight.e4m3_inputs,
         )
 
     def random(
@@ -149,6 +153,7 @@ class CodeFormat:
             offsets=-zeros * scales if self.has_offsets else None,
             group_size=group_size,
             input_order=order if self.has_input_order else None,
+            e4m3_inputs=self.e4m3_inputs,
         )
 
 

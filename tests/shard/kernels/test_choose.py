@@ -9,6 +9,7 @@ import sysconfig
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +200,38 @@ def test_torchs_operators_are_taken_in_fast_mode_where_the_model_has_a_use_for_t
     coded = replace(LayerShape.small(64), formats=(CodeFormat(values=(0, 1), group_size=None),))
     kernels = choose_kernels(CUDA, torch.float32, deterministic=False, shapes=[coded])
     assert kernels.operators == ("cublas",)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "group_size", "is_taken"),
+    [((8, 6), None, False), ((8, 9), None, True), ((9, 0), 128, True), ((12, 0), 128, False)],
+)
+def test_products_in_e4m3_are_taken_where_the_gpu_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    group_size: int | None,
+    is_taken: bool,
+) -> None:
+    pretend(monkeypatch, 0.0)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    scaled_products = importlib.import_module("millrace_shard.kernels.cuda.scaled_products")
+    monkeypatch.setattr(scaled_products, "converts_e4m3", scaled_products.converts_e4m3.__wrapped__)
+    values = (0.0,) * 256
+    form = CodeFormat(values=values, group_size=group_size, e4m3_inputs=True)
+    shapes = [replace(LayerShape.small(64, has_experts=False), formats=(form,))]
+
+    def taken(dtype: torch.dtype = torch.bfloat16, **flags: Any) -> tuple[str, ...]:
+        flags = {"deterministic": False} | flags
+        return choose_kernels(CUDA, dtype, shapes=shapes, **flags).operators
+
+    assert ("scaled_mm" in taken()) is is_taken
+    assert "scaled_mm" not in taken(torch.float16)
+    assert "scaled_mm" not in taken(disabled=("scaled_mm",))
+    assert taken(deterministic=True) == ()
+    exact = [replace(shapes[0], formats=(replace(form, e4m3_inputs=False),))]
+    shapes = exact
+    assert "scaled_mm" not in taken()
 
 
 @needs_triton

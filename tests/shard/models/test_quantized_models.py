@@ -349,8 +349,10 @@ def test_kernels_for_cuda_are_checked_with_them(
 ) -> None:
     save_quantized(tmp_path, "llama", "awq")
     shapes = list[LayerShape]()
+    disabled = list[tuple[str, ...]]()
 
-    def choose(*_: Any, shapes: tuple[LayerShape, ...], **__: Any) -> Kernels:
+    def choose(*_: Any, shapes: tuple[LayerShape, ...], **flags: Any) -> Kernels:
+        disabled.append(flags["disabled"])
         kept.extend(shapes)
         return PlainKernels(deterministic=True)
 
@@ -362,3 +364,6 @@ def test_kernels_for_cuda_are_checked_with_them(
     on_cuda, on_cpu = shapes
     assert set(on_cuda.formats) == loaded(tmp_path)
     assert on_cpu.formats == ()
+    config = ShardConfig.from_args([str(tmp_path), "--quantize-activations=exact"])
+    chosen_kernels.chosen_kernels(config, CPU, torch.bfloat16, ProcessGroup.single())
+    assert disabled == [(), (), ("scaled_mm",)]

@@ -57,7 +57,7 @@ class TritonSampling:
         triton_penalties.penalise(scores, counts, token_table, rows, penalties)
 
 
-VARLEN, GROUPED, CUBLAS = "varlen_attn", "grouped_mm", "cublas"
+VARLEN, GROUPED, CUBLAS, SCALED = "varlen_attn", "grouped_mm", "cublas", "scaled_mm"
 """Torch's operators by their names, and the vendor's library for many rows over codes that are expanded first."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = range(16, 257)
@@ -103,7 +103,12 @@ class CudaKernels(ComposedBlocks):
         if not has_codes(weight):
             return super().linear_from(weights)
         linear = linear_of_parts(
-            weight, weights.bias, self.linear, weight.dtype, expands=CUBLAS in self.operators
+            weight,
+            weights.bias,
+            self.linear,
+            weight.dtype,
+            expands=CUBLAS in self.operators,
+            scaled=SCALED in self.operators and weight.dtype == torch.bfloat16,
         )
         return self.adapted(linear, weights.lora)
 

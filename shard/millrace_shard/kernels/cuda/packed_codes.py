@@ -57,6 +57,8 @@ class PackedCodes:
     """[groups, out] likewise."""
     input_order: Tensor | None
     """int64 [in]: column i belongs to input `input_order[i]`."""
+    e4m3_inputs: bool
+    """See `QuantizedTensor.e4m3_inputs`."""
 
     @property
     def num_steps(self) -> int:
@@ -85,7 +87,8 @@ def can_join(first: QuantizedTensor, second: QuantizedTensor) -> bool:
         same_order = torch.equal(first.input_order, second.input_order)
     small, large = sorted(_group_size(each) for each in (first, second))
     nested = large % small == 0 or large == first.shape[1]
-    return same_order and nested and _equal(first.values, second.values)
+    same_inputs = first.e4m3_inputs == second.e4m3_inputs
+    return same_order and nested and same_inputs and _equal(first.values, second.values)
 
 
 def pack(
@@ -161,6 +164,7 @@ class _Packer:
             if part.offsets is None
             else _narrow(self._copied(part.offsets, torch.float32)),
             input_order=None if order is None else self._copied(order, torch.int64),
+            e4m3_inputs=part.e4m3_inputs,
         )
 
     def _copied(self, source: Tensor, dtype: torch.dtype) -> Tensor:

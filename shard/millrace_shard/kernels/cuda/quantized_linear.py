@@ -12,6 +12,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.cuda.linear_tilings import MANY_ROWS, part_length, row_tiling
 from millrace_shard.kernels.cuda.packed_codes import PackedCodes, can_join, pack
+from millrace_shard.kernels.cuda.scaled_products import ScaledProducts
 from millrace_shard.kernels.cuda.triton_linear import add_parts
 from millrace_shard.kernels.cuda.triton_quantized import (
     _multiply_codes,
@@ -48,10 +49,12 @@ def linear_of_parts(
     out_dtype: torch.dtype,
     *,
     expands: bool = False,
+    scaled: bool = False,
 ) -> Linear:
     """A linear whose codes stay packed; parts without codes are copied for `plain`, which must return `out_dtype`.
 
-    Neighbouring parts are one product if that is exact, and else several. If it `expands`, see QuantizedLinear.
+    Neighbouring parts are one product if that is exact, and else several. If it `expands`, or is `scaled`, see
+    QuantizedLinear.
     """
     linears: list[Linear] = []
     end = 0
@@ -61,7 +64,12 @@ def linear_of_parts(
         coded = [part for part in parts if isinstance(part, QuantizedTensor)]
         if coded:
             packed = pack(coded, weight.dtype, weight.device, weight.copy)
-            linears.append(QuantizedLinear(packed, own_bias, out_dtype=out_dtype, expands=expands))
+            products = ScaledProducts.of(packed) if scaled else None
+            linears.append(
+                QuantizedLinear(
+                    packed, own_bias, out_dtype=out_dtype, expands=expands, scaled=products
+                )
+            )
         else:
             linears.append(plain(replace(weight, parts=tuple(parts)).copied(), own_bias))
     return linears[0] if len(linears) == 1 else SideBySide(linears)
@@ -138,7 +146,8 @@ class QuantizedLinear:
     """A linear over packed codes that adds the products of an output in the same order for any number of rows.
 
     If it `expands`, it does so for fewer than EXPANDED_ROWS only. More rows are multiplied by the vendor's library with
-    weights in the dtype of the rows, a part of the outputs at a time, so that the memory does not grow with the layer.
+    weights in the dtype of the rows, a part of the outputs at a time, so that the memory does not grow with the layer;
+    or, if there are `scaled` products, by these.
     """
 
     def __init__(
@@ -148,12 +157,14 @@ class QuantizedLinear:
         *,
         out_dtype: torch.dtype,
         expands: bool = False,
+        scaled: ScaledProducts | None = None,
     ) -> None:
         """Keep `weight` and `bias` [out]."""
         self._weight = weight
         self._bias = bias
         self._out_dtype = out_dtype
         self._expands = expands
+        self._scaled = scaled
         length = part_length(weight.num_outputs, weight.num_steps * weight.step)
         self._part_steps = triton.cdiv(length, weight.step)
         self._num_parts = triton.cdiv(weight.num_steps, self._part_steps)
@@ -169,6 +180,8 @@ class QuantizedLinear:
             x = x.index_select(1, weight.input_order)
         elif x.stride(1) != 1:
             x = x.contiguous()
+        if self._scaled is not None and num_rows >= EXPANDED_ROWS:
+            return self._scaled(out, x, self._bias)
         if self._expands and num_rows >= EXPANDED_ROWS:
             return self._multiply_expanded(out, x)
         sums = None if weight.offsets is None else sums_of_steps(weight, x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -47,6 +48,8 @@ NUM_OTHERS = 40
 ROWS = (1, CHUNK, NUM_OTHERS + 1, PROMPT)
 PROMPTS = ((130, 1, PROMPT), (190, 300, PROMPT))
 """About as many keys as queries, for which fast mode may take an operator of torch."""
+BLOCK = 128
+"""Outputs, and inputs, that have one scale in formats of e4m3."""
 MANY_ROWS = 300
 """More than a GPU's libraries and our linears treat as few."""
 
@@ -115,6 +118,8 @@ def _products_difference(
     for (outputs, inputs), format_ in _products(shape):
         weight = _coded(format_, outputs, inputs, random.dtype, random.device)
         x = random(num_rows, inputs)
+        if format_.e4m3_inputs:
+            x = _in_e4m3(x)
         ours, theirs = ([each.linear_from(weight)(x)] for each in (kernels, oracle))
         greatest = max(greatest, distance(ours, theirs))
     return greatest
@@ -290,7 +295,19 @@ def _coded(
 ) -> LinearWeights:
     """A weight of random codes, made on the device."""
     part = format_.random(outputs, inputs, device)
+    if format_.e4m3_inputs:
+        # A block has one scale.
+        of_block = torch.arange(outputs, device=device) // BLOCK * BLOCK
+        part = replace(part, scales=part.scales[of_block])
     return LinearWeights(StoredWeight((part,), dtype, device))
+
+
+def _in_e4m3(x: Tensor) -> Tensor:
+    """`x` [T, in] rounded to numbers that stay as they are when rows, or blocks of them, become codes of e4m3."""
+    largest, scale = 448.0, 1 / 64
+    rounded = (x.float() / scale).clamp(-largest, largest).to(torch.float8_e4m3fn).float() * scale
+    rounded[:, ::BLOCK] = largest * scale
+    return rounded.to(x.dtype)
 
 
 def _is_invariant(operator: Callable[[Tensor], Tensor], x: Tensor) -> bool:

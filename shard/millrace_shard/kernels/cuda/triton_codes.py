@@ -3,7 +3,7 @@
 Every code is a number of float16, and of bfloat16, so that products are over the codes themselves. fp8's scale of all
 keys multiplies the scores' scale, and its scale of all values their sum; int8's scales multiply each key's scores and
 each value's weights. Numbers become codes by integer arithmetic: instructions differ between generations of GPUs, or
-round twice.
+round twice. Rows for products in e4m3 become codes by the same parts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ CONVERTS_E4M3 = (8, 9)
 
 _INT8 = tl.constexpr(INT8)
 _E5M2 = tl.constexpr(E5M2)
+_E4M3 = tl.constexpr(E4M3)
+_LARGEST_E4M3 = tl.constexpr(448.0)
 _E4M3_BY_DEVICE = tl.constexpr(E4M3_BY_DEVICE)
 _PER_LARGEST = tl.constexpr(1 / LARGEST)
 _ROUNDER = tl.constexpr(1.5 * 2**23)
@@ -136,3 +138,29 @@ def encoded(x, scale, kind: tl.constexpr):
         code = tl.where(size < 2.0 ** (1 - bias), small, normal) | ((bits >> 24) & 0x80)
         code = tl.where(is_number, code, _NAN)
     return code.to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def code_rows(
+    codes, row_scales, x, num_rows, row_stride, row_step, group_step, width, columns: tl.constexpr
+):
+    """`x` [num_rows, inputs] in codes of e4m3, with a scale for `width` inputs of a row, whose largest is 448.
+
+    Grid (rows, groups); rows past the last one are 0. Scales are float32, with strides `row_step` and `group_step`.
+    """
+    row = tl.program_id(0)
+    group = tl.program_id(1)
+    source = x + row.to(tl.int64) * row_stride + group * width
+    top = tl.zeros([1], tl.int32)
+    for begin in range(0, width, columns):
+        at = begin + tl.arange(0, columns)
+        known = (at < width) & (row < num_rows)
+        top = tl.maximum(top, greatest(tl.load(source + at, mask=known, other=0.0)[None, :]))
+    scale = tl.div_rn(top.to(tl.float32, bitcast=True), tl.full([1], _LARGEST_E4M3, tl.float32))
+    tl.store(row_scales + row * row_step + group * group_step + tl.arange(0, 1), scale)
+    out = codes + (row.to(tl.int64) * tl.num_programs(1) + group) * width
+    for begin in range(0, width, columns):
+        at = begin + tl.arange(0, columns)
+        found = tl.load(source + at, mask=(at < width) & (row < num_rows), other=0.0)
+        code = encoded(found[None, :], scale, _E4M3)
+        tl.store(out[None, None] + at[None, :], code, mask=(at < width)[None, :])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.fp4 import Mxfp4Linear, Nvfp4Linear
-from millrace_shard.weights.quantized.fp8 import Fp8Linear, block_of
+from millrace_shard.weights.quantized.fp8 import FP8, Fp8Linear, block_of
 from millrace_shard.weights.quantized.gptq import input_order
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, ModuleTensors, Shape
 from millrace_shard.weights.quantized.quantization import LinearFormat, Quantization
@@ -151,9 +151,7 @@ def compressed_tensors(settings: Settings) -> Quantization:
     summaries = dict.fromkeys(group.summary for group in groups)
     notes = []
     if any(isinstance(g, dict) and g.get("input_activations") for g in config_groups.values()):
-        notes.append(
-            "weights are exact; activations are not quantised as input_activations requests"
-        )
+        notes.append(f"{FP8} where input_activations requests it")
     return Quantization(
         method=METHOD,
         summary=f"{METHOD}, {'; '.join(summaries)}",
@@ -189,7 +187,16 @@ def _group(name: str, raw: object, whole: str) -> Group:
         raise UnsupportedModel(
             f"{METHOD}: format {linear_format!r} is not supported; these are: {', '.join(FORMATS)}"
         )
-    return Group(targets, make(weights), _summary(linear_format, weights))
+    linear = make(weights)
+    if isinstance(linear, Fp8Linear):
+        linear = replace(linear, e4m3_inputs=_has_e4m3_inputs(raw))
+    return Group(targets, linear, _summary(linear_format, weights))
+
+
+def _has_e4m3_inputs(raw: Mapping[str, Any]) -> bool:
+    inputs = raw.get("input_activations")
+    kind = (inputs.get("type"), inputs.get("num_bits")) if isinstance(inputs, dict) else None
+    return kind == ("float", 8)
 
 
 def _usual_format(raw: Mapping[str, Any]) -> str:

@@ -22,6 +22,8 @@ Block = tuple[int, int]
 """Outputs and inputs that share a scale."""
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 EXACT = "weights are exact; activations are not quantised"
+FP8 = f"{EXACT}, but to e4m3 for scaled_mm of CUDA"
+"""Of formats whose products may be of activations in e4m3, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class Fp8Linear(LinearFormat):
     block: Block | None = None
     """None: one scale for the tensor, or one for each output."""
     splits_inputs: bool = True
+    e4m3_inputs: bool = True
 
     def group_size(self, inputs: int) -> int:
         return self.block[1] if self.block else inputs
@@ -40,7 +43,11 @@ class Fp8Linear(LinearFormat):
         weight = tensors.read("weight", [shape], [FLOAT8], rows=cut.rows)[:, slice(*cut.columns)]
         scales, size = block_scales(tensors, cut, self.block)
         return QuantizedTensor(
-            codes=weight.view(torch.uint8), values=float8_values(), scales=scales, group_size=size
+            codes=weight.view(torch.uint8),
+            values=float8_values(),
+            scales=scales,
+            group_size=size,
+            e4m3_inputs=self.e4m3_inputs,
         )
 
 
@@ -102,4 +109,4 @@ def block_of(settings: Settings, *names: str) -> Block | None:
 
 
 def _quantization(method: str, summary: str, linear: Fp8Linear) -> Quantization:
-    return Quantization(method=method, summary=summary, format_of=lambda _: linear, notes=(EXACT,))
+    return Quantization(method=method, summary=summary, format_of=lambda _: linear, notes=(FP8,))

@@ -99,6 +99,7 @@ def to_fp8(rows: Tensor) -> QuantizedTensor:
         values=float8_values(),
         scales=scale,
         group_size=rows.shape[1],
+        e4m3_inputs=True,
     )
 
 

@@ -74,7 +74,7 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     compiled = compile_kernels(tmp_path, [])
     names = {each["name"] for each in compiled}
     assert names >= {"attend_tiles", "attend_spans", "fold_spans", "_multiply", "_add_parts"}
-    assert names >= {*CODED, "_sum_steps", "_shrink", "_expand", "expand_codes"}
+    assert names >= {*CODED, "_sum_steps", "_shrink", "_expand", "expand_codes", "code_rows"}
     assert {each["capability"] for each in compiled} == {80, 86, 89, 90, 100, 120}
     assert names >= {"choose", "group_pairs", "multiply_experts", "clamped_swiglu", "add_experts"}
     assert names >= {"convolve", "shift", "delta", "gated_norm", "scan", "scan_channels"}

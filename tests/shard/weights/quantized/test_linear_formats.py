@@ -52,6 +52,26 @@ def part(rows: Span = (0, OUTPUTS), columns: Span = (0, INPUTS)) -> Cut:
     return Cut(outputs=OUTPUTS, inputs=INPUTS, rows=rows, columns=columns)
 
 
+@pytest.mark.parametrize(
+    ("name", "inputs", "expected"),
+    [
+        ("fp8-tensor", None, True),
+        ("float-quantized", None, False),
+        ("float-quantized", {"type": "float", "num_bits": 8, "dynamic": True}, True),
+        ("float-quantized", {"type": "int", "num_bits": 8}, False),
+    ],
+)
+def test_inputs_may_be_in_e4m3_where_the_format_has_them(
+    tmp_path: Path, name: str, inputs: dict[str, Any] | None, expected: bool
+) -> None:
+    tensors, _ = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))
+    config = copy.deepcopy(FORMATS[name].config)
+    if inputs is not None:
+        config["config_groups"]["group_0"]["input_activations"] = inputs
+    write(tmp_path, tensors, config)
+    assert read(tmp_path, part()).e4m3_inputs is expected
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_stands_for_its_number(tmp_path: Path, name: str) -> None:
     tensors, expected = FORMATS[name].pack(OUTPUTS, INPUTS, torch.Generator().manual_seed(1))

@@ -41,6 +41,7 @@ from millrace_shard.kernels.cuda.cuda_attention import (
 from millrace_shard.kernels.cuda.linear_tilings import RowTiling
 from millrace_shard.kernels.cuda.packed_codes import step_length
 from millrace_shard.kernels.cuda.quantized_linear import EXPANDED_OUTPUTS, SUM_STEPS
+from millrace_shard.kernels.cuda.scaled_products import COLUMNS
 from millrace_shard.kernels.cuda.triton_codes import (
     CONVERTS_E4M3,
     E4M3,
@@ -48,6 +49,7 @@ from millrace_shard.kernels.cuda.triton_codes import (
     E5M2,
     INT8,
     NO_CODES,
+    code_rows,
 )
 from millrace_shard.kernels.cuda.triton_pages import WORDS
 from millrace_shard.kernels.lora import triton_lora
@@ -289,6 +291,7 @@ def rows(capability: int) -> Iterator[Compiled]:
             )
         ),
         (triton_rope._store, 4, shared),
+        (code_rows, 4, {"columns": COLUMNS}),
         *(
             each
             for codes in (INT8, E5M2, E4M3)

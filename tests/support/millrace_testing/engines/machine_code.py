@@ -40,7 +40,7 @@ ALWAYS_FLOAT32 = (
     *("partials", "tops", "totals", "rope", "sinks", "lookup", "sums"),
     *("logits", "correction", "shares"),
     *("state", "rates", "dt_bias", "skip"),
-    *("key_scales", "value_scales"),
+    *("key_scales", "value_scales", "row_scales"),
 )
 PAGES = ("key_pages", "value_pages", "keys", "values")
 """Tensors of uint8 where they hold codes."""
