@@ -133,7 +133,7 @@ class ExpertStack:
             out,
             x,
             weight.codes,
-            weight.values,
+            weight.lookup,
             weight.scales,
             weight.scales if weight.offsets is None else weight.offsets,
             weight.values if sums is None else sums,
@@ -146,16 +146,7 @@ class ExpertStack:
             weight.num_steps,
             weight.scales.shape[1],
             weight.group_size,
-            bits=weight.bits,
-            least=weight.least or 0,
-            has_lookup=weight.least is None,
-            is_e4m3=weight.is_e4m3,
-            fraction=weight.fraction,
-            has_remainder=weight.has_remainder,
-            has_offsets=sums is not None,
-            whole_steps=weight.has_whole_steps,
-            group_steps=weight.group_steps,
-            inputs=weight.step,
+            form=weight.form,
             **constants,
         )
 
@@ -210,7 +201,7 @@ def _same(stack: PackedCodes, one: PackedCodes) -> bool:
 def _facts(codes: PackedCodes) -> tuple[object, ...]:
     """All but the numbers."""
     sizes = codes.bits, codes.num_inputs, codes.num_outputs, codes.step, codes.group_size
-    return (*sizes, codes.least, codes.has_remainder, codes.offsets is None, len(codes.values))
+    return (*sizes, codes.kind, codes.least, codes.offsets is None, len(codes.values))
 
 
 def _empty(first: PackedCodes, num_experts: int) -> PackedCodes:

@@ -13,7 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.device.transfers import Copy
-from millrace_shard.kernels.cuda.triton_codes import converts_e4m3
+from millrace_shard.kernels.cuda import triton_codes
+from millrace_shard.kernels.cuda.triton_codes import E4M3_BY_DEVICE, converts_e4m3
+from millrace_shard.kernels.cuda.triton_quantized import INTEGERS, SIXTHS, SUMS, TABLE, Form
 from millrace_shard.kernels.quantized import QuantizedTensor
 
 LONGEST_STEP = 64
@@ -43,14 +45,13 @@ class PackedCodes:
     """At most the number of inputs."""
     values: Tensor
     """float32 [16] or [256]: what each code stands for."""
-    least: int | None
-    """The value of code 0, if it is an integer and each further code stands for one more."""
-    is_e4m3: bool
-    """Whether each code has the bits of its value in float8_e4m3fn, and the device converts them."""
-    fraction: int
-    """Bits of the fraction, where a code is a float of fewer bits; else 0."""
-    has_remainder: bool
-    """Whether the values are not exact in the dtype of the products."""
+    kind: int
+    """How kernels read them: see `triton_quantized` and `triton_codes`."""
+    least: int
+    """The value of code 0 of INTEGERS, of which each further code stands for one more."""
+    lookup: Tensor
+    """`values`; six times these for SIXTHS; for SUMS int32, with the bits of both numbers in the dtype of the products,
+    of which the first is `values` rounded and the second is what that lacks."""
     scales: Tensor
     """[groups, out] in one of SCALE_DTYPES or float32."""
     offsets: Tensor | None
@@ -74,9 +75,17 @@ class PackedCodes:
         return 0 if self.scales.shape[-2] == 1 else -(-self.group_size // self.step)
 
     @property
-    def has_whole_steps(self) -> bool:
-        """Whether no step is padded."""
-        return self.num_steps * self.step == self.num_inputs
+    def form(self) -> Form:
+        """What kernels are compiled for."""
+        return Form(
+            bits=self.bits,
+            kind=self.kind,
+            least=self.least,
+            has_offsets=self.offsets is not None,
+            whole_steps=self.num_steps * self.step == self.num_inputs,
+            group_steps=self.group_steps,
+            inputs=self.step,
+        )
 
 
 def can_join(first: QuantizedTensor, second: QuantizedTensor) -> bool:
@@ -124,9 +133,9 @@ def step_length(group_size: int, dtype: torch.dtype) -> int:
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """What each byte stands for in float8_e4m3fn."""
-_SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-FLOATS = {3: E4M3, 1: torch.cat((_SIZES, -_SIZES))}
-"""What codes of e4m3 and e2m1 stand for, by the bits of their fractions."""
+E2M1_SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+TABLES = {triton_codes.E4M3: E4M3, triton_codes.E2M1: torch.cat((E2M1_SIZES, -E2M1_SIZES))}
+"""What codes stand for, by their kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +149,12 @@ class _Packer:
     def __call__(self, part: QuantizedTensor) -> PackedCodes:
         step = step_length(part.group_size, self.dtype)
         codes = self._copied(part.codes, torch.uint8)
-        values = part.values.cpu()
-        least, ranks = _consecutive(values)
-        if ranks is not None:
-            values = values.sort().values
-            codes = ranks.to(self.device)[codes.int()]
+        kind, values, places = _reading(part.values.cpu(), self.dtype)
+        if places is not None:
+            codes = places.to(self.device)[codes.int()]
+        lookup = _lookup(values, kind, self.dtype)
+        if kind == triton_codes.E4M3 and self.dtype != torch.float32 and converts_e4m3(self.device):
+            kind = E4M3_BY_DEVICE
         order = part.input_order
         return PackedCodes(
             codes=_in_steps(codes, part, step),
@@ -153,12 +163,9 @@ class _Packer:
             step=step,
             group_size=part.group_size,
             values=self._copied(values, torch.float32),
-            least=least,
-            is_e4m3=self.dtype != torch.float32
-            and converts_e4m3(self.device)
-            and _equal(values, E4M3),
-            fraction=next((bits for bits, table in FLOATS.items() if _equal(values, table)), 0),
-            has_remainder=not _equal(values.to(self.dtype).float(), values),
+            kind=kind,
+            least=int(values[0]) if kind == INTEGERS else 0,
+            lookup=self._copied(lookup, lookup.dtype),
             scales=_narrow(self._copied(part.scales, torch.float32)),
             offsets=None
             if part.offsets is None
@@ -186,21 +193,38 @@ def _in_steps(codes: Tensor, part: QuantizedTensor, step: int) -> Tensor:
     return steps.transpose(0, 1).contiguous()
 
 
-def _consecutive(values: Tensor) -> tuple[int | None, Tensor | None]:
-    """`PackedCodes.least` after each code is replaced with its place in the order of `values`, and these places.
+def _reading(values: Tensor, dtype: torch.dtype) -> tuple[int, Tensor, Tensor | None]:
+    """The kind of codes, what they stand for in its order, and their places there, None for each at its own."""
+    least = float(values.nan_to_num(0.0).min().floor())
+    integers = least + torch.arange(len(values))
+    known = {INTEGERS: integers} if integers.abs().max() <= MOST_EXACT else {}
+    for kind, table in (known | TABLES).items():
+        if _equal(values, table):
+            return kind, values, None
+        ordered, order = values.sort()
+        expected, places = table.sort()
+        if _equal(ordered, expected):
+            return kind, table, torch.empty_like(places).index_copy_(0, order, places).byte()
+    return _kind_of_table(values, dtype), values, None
 
-    No places are needed if the values are in order.
-    """
-    ordered, order = values.sort()
-    following = ordered[0].floor() + torch.arange(len(values))
-    if not torch.equal(ordered, following) or ordered.abs().max() > MOST_EXACT:
-        return None, None
-    least = int(ordered[0])
-    if torch.equal(ordered, values):
-        return least, None
-    ranks = torch.empty(len(values), dtype=torch.uint8)
-    ranks[order] = torch.arange(len(values), dtype=torch.uint8)
-    return least, ranks
+
+def _kind_of_table(values: Tensor, dtype: torch.dtype) -> int:
+    if _equal(values.to(dtype).float(), values):
+        return TABLE
+    sixfold = values * 6
+    is_exact = _equal(sixfold.to(dtype).float(), sixfold) and _equal(sixfold * (1 / 6), values)
+    return SIXTHS if is_exact else SUMS
+
+
+def _lookup(values: Tensor, kind: int, dtype: torch.dtype) -> Tensor:
+    if kind == SIXTHS:
+        return values * 6
+    if kind != SUMS:
+        return values
+    first = values.to(dtype)
+    second = (values - first.float()).to(dtype)
+    high, low = (each.view(torch.int16).int() for each in (first, second))
+    return high << 16 | (low & 0xFFFF)
 
 
 def _narrow(scales: Tensor) -> Tensor:

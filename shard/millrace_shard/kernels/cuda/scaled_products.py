@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from millrace_shard.kernels.cuda.packed_codes import PackedCodes
-from millrace_shard.kernels.cuda.triton_codes import code_rows, converts_e4m3
+from millrace_shard.kernels.cuda.triton_codes import E4M3, E4M3_BY_DEVICE, code_rows, converts_e4m3
 from millrace_shard.kernels.quantized import CodeFormat
 
 WIDTHS = 16
@@ -45,8 +45,8 @@ class ScaledProducts:
     @classmethod
     def of(cls, weight: PackedCodes) -> ScaledProducts | None:
         """The products with `weight`; None if its format is another one, or the library lacks its shape or scales."""
-        is_e4m3 = weight.bits == 8 and weight.fraction > 0
-        if not (weight.e4m3_inputs and is_e4m3 and weight.has_whole_steps):
+        is_e4m3 = weight.kind in (E4M3, E4M3_BY_DEVICE)
+        if not (weight.e4m3_inputs and is_e4m3 and weight.form.whole_steps):
             return None
         if weight.offsets is not None or weight.num_inputs % WIDTHS or weight.num_outputs % WIDTHS:
             return None

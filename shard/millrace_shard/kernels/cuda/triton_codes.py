@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.kv_cache import LARGEST, is_coded
@@ -24,6 +25,7 @@ E5M2 = 2
 E4M3 = 3
 E4M3_BY_DEVICE = 4
 """As E4M3, on GPUs that convert these codes to numbers."""
+E2M1 = 5
 CONVERTS_E4M3 = (8, 9)
 """The first compute capability whose instructions convert float8_e4m3fn."""
 
@@ -39,6 +41,9 @@ _INFINITY = tl.constexpr(0x7F800000)
 """The bits of float32."""
 _NAN = tl.constexpr(0x7F)
 """A code of both formats of fp8."""
+_E2M1 = tl.constexpr(E2M1)
+# numpy has no bfloat16, so that the interpreter cannot add it.
+RAISED_BF16 = tl.constexpr(tl.float16 if knobs.runtime.interpret else tl.bfloat16)
 
 
 @functools.cache
@@ -66,22 +71,38 @@ def numbers(codes, kind: tl.constexpr, element: tl.constexpr):
     """The numbers of `codes` uint8, in `element`, which has them exactly; what is read without codes, as it is."""
     if kind == 0:
         result = codes
+    elif kind == _E4M3_BY_DEVICE:
+        result = codes.to(tl.float8e4nv, bitcast=True).to(element)
+    elif kind == _E4M3:
+        result = _widened(codes, 8, 3, element).to(element)
+    elif kind == _E2M1:
+        result = _widened(codes, 4, 1, element).to(element)
     else:
         wide = codes.to(tl.uint16)
         if kind == _INT8:
             # The last bits of the fraction of 1024 are the code plus 128.
             half = ((wide ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
-        elif kind == _E5M2:
-            half = (wide << 8).to(tl.float16, bitcast=True)
-        elif kind == _E4M3_BY_DEVICE:
-            half = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         else:
-            size = wide & 0x7F
-            # float16 has another bias of the exponent, a factor of 2^-8, and another NaN.
-            size = tl.where(size == _NAN, 0x7E00, size << 7)
-            half = (size | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
+            half = (wide << 8).to(tl.float16, bitcast=True)
         result = half.to(element)
     return result
+
+
+@triton.jit
+def _widened(codes, bits: tl.constexpr, fraction: tl.constexpr, element: tl.constexpr):
+    """Floats of `bits` bits, of which `fraction` are the fraction's, as bfloat16 for that `element`, else float16."""
+    wide: tl.constexpr = RAISED_BF16 if element == tl.bfloat16 else tl.float16
+    shift: tl.constexpr = (7 if wide == tl.bfloat16 else 10) - fraction
+    bias: tl.constexpr = (127 if wide == tl.bfloat16 else 15) - ((1 << (bits - 2 - fraction)) - 1)
+    factor: tl.constexpr = 2.0**bias
+    whole = codes.to(tl.uint16)
+    size = whole & ((1 << (bits - 1)) - 1)
+    sign = (whole >> (bits - 1)) << 15
+    # The wider format only has another bias of the exponent, also below the least normal number.
+    values = (sign | (size << shift)).to(wide, bitcast=True) * factor
+    if bits == 8:
+        values = tl.where(size == _NAN, float("nan"), values)
+    return values
 
 
 @triton.jit

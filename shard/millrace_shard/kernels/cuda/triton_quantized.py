@@ -1,25 +1,52 @@
 """Products of rows with packed codes, whose bits for a row are the same for any number of rows.
 
-Codes are multiplied as they are: what they stand for is exact in the dtype of the model, or is the sum of two numbers
-of that dtype. The products of a step are added in float32, the sum is multiplied with the scale of its group, and the
-results are added in the order of the steps, in parts that follow from the shape of the layer, as in `triton_linear`.
-An offset is multiplied with the sum of the inputs of the step, which `_sum_steps` takes beforehand, row by row.
+Codes are multiplied as they are: what they stand for, or 6 times that, is exact in the dtype of the model, or is the
+sum of two numbers of that dtype. The products of a step are added in float32, the sum is multiplied with the scale of
+its group, and the results are added in the order of the steps, in parts that follow from the shape of the layer, as in
+`triton_linear`. An offset is multiplied with the sum of the inputs of the step, which `_sum_steps` takes beforehand,
+row by row.
 
 Products with scales are fused explicitly, as in `triton_softmax`: two compilations of the same code give the same bits.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
-from triton import knobs
 
+from millrace_shard.kernels.cuda import triton_codes
+from millrace_shard.kernels.cuda.triton_codes import numbers
 from millrace_shard.kernels.cuda.triton_experts import tile_of_expert
 from millrace_shard.kernels.cuda.triton_linear import dot, tile_of
 
-# numpy has no bfloat16, so that the interpreter cannot add it.
-_RAISED_BF16 = tl.constexpr(tl.float16 if knobs.runtime.interpret else tl.bfloat16)
-_NAN_E4M3 = tl.constexpr(127)
+INTEGERS, TABLE, SIXTHS, SUMS = 16, 17, 18, 19
+"""Further kinds of codes: integers that ascend by one, and places in a table of numbers, of sixths, or of sums."""
+
+_SIXTHS = tl.constexpr(SIXTHS)
+_SIXTH = tl.constexpr(1 / 6)
+_INTEGERS = tl.constexpr(INTEGERS)
+_TABLE = tl.constexpr(TABLE)
+_SUMS = tl.constexpr(SUMS)
+_RAISED_BF16 = triton_codes.RAISED_BF16
+
+
+class Form(NamedTuple):
+    """What kernels over codes are compiled for; see `PackedCodes`."""
+
+    bits: int
+    kind: int
+    """One of the kinds above, or of `triton_codes`."""
+    least: int
+    """The value of code 0 of integers."""
+    has_offsets: bool
+    whole_steps: bool
+    """Whether no step is padded."""
+    group_steps: int
+    """Steps of a group; 0 if there is one group."""
+    inputs: int
+    """Of a step."""
 
 
 @triton.jit
@@ -38,82 +65,66 @@ def _inputs(
     step,
     group_size,
     num_inputs,
-    whole_steps: tl.constexpr,
-    group_steps: tl.constexpr,
-    inputs: tl.constexpr,
+    form: tl.constexpr,
 ):
     """The inputs [m, inputs] of `step` for `rows` [m, 1] of pointers; 0 past the end of the group."""
-    group, first = _first_input(step, group_size, group_steps, inputs)
-    column = first + tl.arange(0, inputs)
-    if whole_steps:
+    group, first = _first_input(step, group_size, form.group_steps, form.inputs)
+    column = first + tl.arange(0, form.inputs)
+    if form.whole_steps:
         return tl.load(rows + column[None, :], mask=given, other=0.0)
     end = tl.minimum(group * group_size + group_size, num_inputs)
     return tl.load(rows + column[None, :], mask=given & (column < end)[None, :], other=0.0)
 
 
 @triton.jit
-def _widened(codes, bits: tl.constexpr, fraction: tl.constexpr, element: tl.constexpr):
-    """Floats of `bits` bits, of which `fraction` are the fraction's, as bfloat16 for that `element`, else float16."""
-    wide: tl.constexpr = _RAISED_BF16 if element == tl.bfloat16 else tl.float16
-    shift: tl.constexpr = (7 if wide == tl.bfloat16 else 10) - fraction
-    bias: tl.constexpr = (127 if wide == tl.bfloat16 else 15) - ((1 << (bits - 2 - fraction)) - 1)
-    factor: tl.constexpr = 2.0**bias
-    whole = codes.to(tl.uint16)
-    size = whole & ((1 << (bits - 1)) - 1)
-    sign = (whole >> (bits - 1)) << 15
-    # The wider format only has another bias of the exponent, also below the least normal number.
-    values = (sign | (size << shift)).to(wide, bitcast=True) * factor
-    if bits == 8:
-        values = tl.where(size == _NAN_E4M3, float("nan"), values)
-    return values
+def _values(codes, lookup, step, output, num_outputs, form: tl.constexpr, element: tl.constexpr):
+    """The values of the codes of `step` for `output`s [n], times 6 for SIXTHS, and their remainders.
 
-
-@triton.jit
-def _values(
-    codes,
-    lookup,
-    step,
-    output,
-    num_outputs,
-    bits: tl.constexpr,
-    least: tl.constexpr,
-    has_lookup: tl.constexpr,
-    is_e4m3: tl.constexpr,
-    fraction: tl.constexpr,
-    inputs: tl.constexpr,
-    element: tl.constexpr,
-):
-    """The values of the codes of `step` for `output`s [n]: [n, inputs] float32, or `element` where that is exact."""
-    step_bytes: tl.constexpr = inputs * bits // 8
+    [n, inputs] each, float32, or `element` where that is exact; values of SUMS have remainders in `element`.
+    """
+    step_bytes: tl.constexpr = form.inputs * form.bits // 8
     place = (step * num_outputs + output).to(tl.int64) * step_bytes
     at = tl.arange(0, step_bytes)
     found = tl.load(
         codes + place[:, None] + at[None, :], mask=(output < num_outputs)[:, None], other=0
     )
-    if bits == 4:
-        found = tl.join(found & 15, found >> 4).reshape(output.shape[0], inputs)
-    if is_e4m3:
-        values = found.to(tl.float8e4nv, bitcast=True).to(element)
-    elif fraction:
-        values = _widened(found, bits, fraction, element)
-    elif has_lookup:
+    if form.bits == 4:
+        found = tl.join(found & 15, found >> 4).reshape(output.shape[0], form.inputs)
+    if form.kind == _INTEGERS:
+        values = _integers(found, form.bits, form.least, element)
+        rest = values
+    elif form.kind >= _TABLE:
         # The pipeliner would take indirect loads from memory for tiles, and keep their results in shared memory.
-        table = tl.load(lookup + tl.arange(0, 1 << bits))
-        flat = tl.gather(table, found.to(tl.int32).reshape(output.shape[0] * inputs), 0)
-        values = flat.reshape(output.shape[0], inputs)
-    elif element == tl.float16 or (element == _RAISED_BF16 and bits == 4):
+        table = tl.load(lookup + tl.arange(0, 1 << form.bits))
+        flat = tl.gather(table, found.to(tl.int32).reshape(output.shape[0] * form.inputs), 0)
+        values = flat.reshape(output.shape[0], form.inputs)
+        rest = values
+        if form.kind == _SUMS:
+            # Both numbers are bits of one word, so none is rounded or subtracted here.
+            rest = values.to(tl.uint16).to(element, bitcast=True)
+            values = (values >> 16).to(tl.uint16).to(element, bitcast=True)
+    else:
+        values = numbers(found, form.kind, element)
+        rest = values
+    return values, rest
+
+
+@triton.jit
+def _integers(codes, bits: tl.constexpr, least: tl.constexpr, element: tl.constexpr):
+    """`codes` plus `least`, in `element` or float32."""
+    if element == tl.float16 or (element == _RAISED_BF16 and bits == 4):
         # The bits of a power of two with the code as the last ones of its fraction, so no integer is converted.
         raised: tl.constexpr = 1024 if element == tl.float16 else 128
         pattern: tl.constexpr = 0x6400 if element == tl.float16 else 0x4300
-        biased = (found.to(tl.uint16) | pattern).to(element, bitcast=True)
+        biased = (codes.to(tl.uint16) | pattern).to(element, bitcast=True)
         values = biased - (raised - least)
     elif element == _RAISED_BF16 and least == -128:
         # 128 plus seven bits of the code, less 256, or less 128 where its eighth bit is set.
-        wide = found.to(tl.uint16)
+        wide = codes.to(tl.uint16)
         biased = ((wide & 0x7F) | 0x4300).to(element, bitcast=True)
         values = biased - ((wide & 0x80) ^ 0x4380).to(element, bitcast=True)
     else:
-        values = (found.to(tl.int32) + least).to(tl.float32)
+        values = (codes.to(tl.int32) + least).to(tl.float32)
     return values
 
 
@@ -143,68 +154,42 @@ def _sum_steps(
 
 
 @triton.jit
-def _add_step(
-    summed,
-    x_rows,
-    row,
-    given,
-    codes,
-    lookup,
-    scales,
-    offsets,
-    sums,
-    step,
-    output,
-    num_rows,
-    num_outputs,
-    num_inputs,
-    group_size,
-    bits: tl.constexpr,
-    least: tl.constexpr,
-    has_lookup: tl.constexpr,
-    is_e4m3: tl.constexpr,
-    fraction: tl.constexpr,
-    has_remainder: tl.constexpr,
-    has_offsets: tl.constexpr,
-    whole_steps: tl.constexpr,
-    group_steps: tl.constexpr,
-    inputs: tl.constexpr,
-):
-    """`summed` [outputs, rows] and the products of `step`, for `x_rows` [rows, 1] of pointers to the rows `row`."""
+def _add_step(summed, x_rows, row, given, weight, step, output, sizes, form: tl.constexpr):
+    """`summed` [outputs, rows] and the products of `step`, for `x_rows` [rows, 1] of pointers to the rows `row`.
+
+    `weight` has codes, lookup, scales, offsets and sums; `sizes` the numbers of rows, outputs, inputs, and inputs of a
+    group.
+    """
+    codes, lookup, scales, offsets, sums = weight
+    num_rows, num_outputs, num_inputs, group_size = sizes
     element: tl.constexpr = x_rows.dtype.element_ty
     wanted = output < num_outputs
-    right = _inputs(
-        x_rows, given[:, None], step, group_size, num_inputs, whole_steps, group_steps, inputs
-    )
-    right = tl.trans(right)
-    left = _values(
-        codes,
-        lookup,
-        step,
-        output,
-        num_outputs,
-        bits,
-        least,
-        has_lookup,
-        is_e4m3,
-        fraction,
-        inputs,
-        element,
-    )
-    rounded = left.to(element)
-    product = dot(rounded, right, tl.zeros(summed.shape, tl.float32))
-    if has_remainder:
-        product = dot((left - rounded.to(tl.float32)).to(element), right, product)
-    group, _ = _first_input(step, group_size, group_steps, inputs)
+    right = tl.trans(_inputs(x_rows, given[:, None], step, group_size, num_inputs, form))
+    left, rest = _values(codes, lookup, step, output, num_outputs, form, element)
+    product = dot(left.to(element), right, tl.zeros(summed.shape, tl.float32))
+    if form.kind == _SUMS:
+        product = dot(rest, right, product)
+    group, _ = _first_input(step, group_size, form.group_steps, form.inputs)
     place = group * num_outputs + output
     scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
+    if form.kind == _SIXTHS:
+        scale = scale * _SIXTH
     summed = tl.fma(product, tl.broadcast_to(scale[:, None], summed.shape), summed)
-    if has_offsets:
+    if form.has_offsets:
         offset = tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)
         of_rows = tl.load(sums + step * num_rows + row, mask=given, other=0.0)
         offset = tl.broadcast_to(offset[:, None], summed.shape)
         summed = tl.fma(offset, tl.broadcast_to(of_rows[None, :], summed.shape), summed)
     return summed
+
+
+@triton.jit
+def _store_tile(out, total, bias, where, output, wanted, given, has_bias: tl.constexpr):
+    """Store `total` [outputs, rows] and the bias of its outputs at `where`, the first output of each row."""
+    if has_bias:
+        total += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    mask = wanted[:, None] & given[None, :]
+    tl.store(out + where[None, :] + output[:, None], total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -225,66 +210,29 @@ def _multiply_codes(
     part_steps,
     group_size,
     parts: tl.constexpr,
-    bits: tl.constexpr,
-    least: tl.constexpr,
-    has_lookup: tl.constexpr,
-    is_e4m3: tl.constexpr,
-    fraction: tl.constexpr,
-    has_remainder: tl.constexpr,
-    has_offsets: tl.constexpr,
+    form: tl.constexpr,
     has_bias: tl.constexpr,
-    whole_steps: tl.constexpr,
-    group_steps: tl.constexpr,
     rows: tl.constexpr,
     outputs: tl.constexpr,
-    inputs: tl.constexpr,
 ):
     """Add `parts` parts per program to `out` [grid[1], num_rows, num_outputs]; grid (tiles, any).
 
-    See `PackedCodes` for `codes`, `scales`, `offsets` and `group_steps`, and `_sum_steps` for `sums`.
+    See `PackedCodes` for `codes`, `lookup`, `scales` and `offsets`, and `_sum_steps` for `sums`.
     """
     row, output = tile_of(num_rows, num_outputs, rows, outputs)
     given = row < num_rows
-    wanted = output < num_outputs
     x_rows = x + (row.to(tl.int64) * row_stride)[:, None]
+    weight = codes, lookup, scales, offsets, sums
+    sizes = num_rows, num_outputs, num_inputs, group_size
     total = tl.zeros([outputs, rows], tl.float32)
     for index in range(parts):
         begin = (tl.program_id(1) * parts + index) * part_steps
         summed = tl.zeros([outputs, rows], tl.float32)
         for step in range(begin, tl.minimum(begin + part_steps, num_steps)):
-            summed = _add_step(
-                summed,
-                x_rows,
-                row,
-                given,
-                codes,
-                lookup,
-                scales,
-                offsets,
-                sums,
-                step,
-                output,
-                num_rows,
-                num_outputs,
-                num_inputs,
-                group_size,
-                bits,
-                least,
-                has_lookup,
-                is_e4m3,
-                fraction,
-                has_remainder,
-                has_offsets,
-                whole_steps,
-                group_steps,
-                inputs,
-            )
+            summed = _add_step(summed, x_rows, row, given, weight, step, output, sizes, form)
         total += summed
-    if has_bias:
-        total += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[:, None]
     where = (tl.program_id(1).to(tl.int64) * num_rows + row) * num_outputs
-    mask = wanted[:, None] & given[None, :]
-    tl.store(out + where[None, :] + output[:, None], total.to(out.dtype.element_ty), mask=mask)
+    _store_tile(out, total, bias, where, output, output < num_outputs, given, has_bias)
 
 
 @triton.jit(do_not_specialize=["first_output", "num_expanded"])
@@ -299,45 +247,27 @@ def expand_codes(
     num_outputs,
     num_inputs,
     group_size,
-    bits: tl.constexpr,
-    least: tl.constexpr,
-    has_lookup: tl.constexpr,
-    is_e4m3: tl.constexpr,
-    fraction: tl.constexpr,
-    has_offsets: tl.constexpr,
-    group_steps: tl.constexpr,
+    form: tl.constexpr,
     outputs: tl.constexpr,
-    inputs: tl.constexpr,
 ):
     """Write weights [num_expanded, num_inputs] from `first_output` on, rounded once; grid (steps, tiles of outputs)."""
     step = tl.program_id(0)
     within = tl.program_id(1) * outputs + tl.arange(0, outputs)
     output = first_output + within
-    values = _values(
-        codes,
-        lookup,
-        step,
-        output,
-        num_outputs,
-        bits,
-        least,
-        has_lookup,
-        is_e4m3,
-        fraction,
-        inputs,
-        out.dtype.element_ty,
-    ).to(tl.float32)
-    group, first = _first_input(step, group_size, group_steps, inputs)
+    element: tl.constexpr = out.dtype.element_ty
+    values, _ = _values(codes, lookup, step, output, num_outputs, form, element)
+    values = values.to(tl.float32)
+    group, first = _first_input(step, group_size, form.group_steps, form.inputs)
     wanted = within < num_expanded
     place = group * num_outputs + output
     scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
     weight = values * scale[:, None]
-    if has_offsets:
+    if form.has_offsets:
         weight += tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)[:, None]
-    column = first + tl.arange(0, inputs)
+    column = first + tl.arange(0, form.inputs)
     known = column < tl.minimum(group * group_size + group_size, num_inputs)
     where = within.to(tl.int64)[:, None] * num_inputs + column[None, :]
-    tl.store(out + where, weight.to(out.dtype.element_ty), mask=wanted[:, None] & known[None, :])
+    tl.store(out + where, weight.to(element), mask=wanted[:, None] & known[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts"])
@@ -360,19 +290,10 @@ def multiply_expert_codes(
     num_groups,
     group_size,
     pairs_per_row: tl.constexpr,
-    bits: tl.constexpr,
-    least: tl.constexpr,
-    has_lookup: tl.constexpr,
-    is_e4m3: tl.constexpr,
-    fraction: tl.constexpr,
-    has_remainder: tl.constexpr,
-    has_offsets: tl.constexpr,
+    form: tl.constexpr,
     has_bias: tl.constexpr,
-    whole_steps: tl.constexpr,
-    group_steps: tl.constexpr,
     rows: tl.constexpr,
     outputs: tl.constexpr,
-    inputs: tl.constexpr,
 ):
     """As `multiply_experts`, over the codes [E, steps, outputs, bytes of a step] of E experts, in order of the steps.
 
@@ -388,43 +309,15 @@ def multiply_expert_codes(
     pair = tl.load(order + start + place, mask=given, other=0).to(tl.int64)
     row = pair // pairs_per_row
     output = tl.program_id(1) * outputs + tl.arange(0, outputs)
-    wanted = output < num_outputs
     own = expert.to(tl.int64) * num_outputs
-    codes += own * num_steps * (inputs * bits // 8)
+    codes += own * num_steps * (form.inputs * form.bits // 8)
     scales += own * num_groups
     offsets += own * num_groups
     x_rows = x + (row * num_inputs)[:, None]
+    weight = codes, lookup, scales, offsets, sums
+    sizes = num_rows, num_outputs, num_inputs, group_size
     total = tl.zeros([outputs, rows], tl.float32)
     for step in range(num_steps):
-        total = _add_step(
-            total,
-            x_rows,
-            row,
-            given,
-            codes,
-            lookup,
-            scales,
-            offsets,
-            sums,
-            step,
-            output,
-            num_rows,
-            num_outputs,
-            num_inputs,
-            group_size,
-            bits,
-            least,
-            has_lookup,
-            is_e4m3,
-            fraction,
-            has_remainder,
-            has_offsets,
-            whole_steps,
-            group_steps,
-            inputs,
-        )
-    if has_bias:
-        total += tl.load(bias + own + output, mask=wanted, other=0.0).to(tl.float32)[:, None]
-    where = (pair * num_outputs)[None, :] + output[:, None]
-    mask = wanted[:, None] & given[None, :]
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
+        total = _add_step(total, x_rows, row, given, weight, step, output, sizes, form)
+    where = pair * num_outputs
+    _store_tile(out, total, bias + own, where, output, output < num_outputs, given, has_bias)

@@ -7,6 +7,8 @@ import torch
 
 from millrace_shard.device.transfers import copy_directly
 from millrace_shard.kernels.cuda.packed_codes import PackedCodes, can_join, pack
+from millrace_shard.kernels.cuda.triton_codes import E2M1, E4M3
+from millrace_shard.kernels.cuda.triton_quantized import INTEGERS, SIXTHS, SUMS, TABLE
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_testing.quantized.code_formats import TABLES, random_codes
 
@@ -25,7 +27,7 @@ def element(codes: PackedCodes, output: int, column: int) -> float:
     line = codes.codes[group * (codes.group_steps or 0) + place, output].tolist()
     code = line[at] if codes.bits == 8 else line[at // 2] >> 4 * (at % 2) & 15
     value = float(codes.values[code])
-    assert codes.least is None or value == codes.least + code
+    assert codes.kind != INTEGERS or value == codes.least + code
     return value * float(codes.scales[group, output])
 
 
@@ -63,18 +65,31 @@ def test_scales_are_never_rounded(scale: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least", "remainder"),
+    ("name", "kind", "least"),
     [
-        *(("int4", -8, False), ("int4 with zeros", 0, False), ("int8", -128, False)),
-        *(("nf4", None, True), ("fp4", None, True), ("e2m1", None, False), ("e4m3", None, False)),
+        *(("int4", INTEGERS, -8), ("int4 with zeros", INTEGERS, 0), ("int8", INTEGERS, -128)),
+        *(("nf4", SUMS, 0), ("fp4", SIXTHS, 0), ("e2m1", E2M1, 0), ("e4m3", E4M3, 0)),
     ],
 )
-def test_integers_need_no_table_and_exact_tables_no_remainder(
-    name: str, least: int | None, remainder: bool
+def test_only_numbers_that_follow_from_no_bits_need_a_table(
+    name: str, kind: int, least: int
 ) -> None:
     part = random_codes(name, 4, 64, 32)
-    assert (packed(part).least, packed(part).has_remainder) == (least, remainder)
-    assert not packed(part, dtype=torch.float32).has_remainder
+    result = packed(part)
+    assert (result.kind, result.least) == (kind, least)
+    in_float32 = packed(part, dtype=torch.float32)
+    assert in_float32.kind == (TABLE if kind in (SIXTHS, SUMS) else kind)
+
+
+def test_both_numbers_of_a_sum_are_bits_of_one_word() -> None:
+    words = packed(random_codes("nf4", 4, 64, 32)).lookup.tolist()
+    for word, value in zip(words, TABLES["nf4"].tolist(), strict=True):
+        first, second = (
+            torch.tensor(bits - (bits >> 15 << 16), dtype=torch.int16).view(torch.bfloat16)
+            for bits in (word >> 16 & 0xFFFF, word & 0xFFFF)
+        )
+        assert first == torch.tensor(value).to(torch.bfloat16)
+        assert abs(float(first) + float(second) - value) <= abs(value) * 2.0**-17
 
 
 def test_parts_that_are_not_exactly_one_matrix_are_not_joined() -> None:

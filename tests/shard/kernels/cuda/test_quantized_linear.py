@@ -17,6 +17,7 @@ from millrace_shard.kernels.cuda.linear_tilings import MANY_ROWS
 from millrace_shard.kernels.cuda.operators import CudaKernels
 from millrace_shard.kernels.cuda.packed_codes import pack
 from millrace_shard.kernels.cuda.quantized_linear import EXPANDED_ROWS, QuantizedLinear
+from millrace_shard.kernels.cuda.triton_codes import E4M3_BY_DEVICE
 from millrace_shard.kernels.cuda.triton_quantized import expand_codes
 from millrace_shard.kernels.layer_blocks import SideBySide
 from millrace_shard.kernels.layer_weights import LinearWeights
@@ -285,6 +286,19 @@ def test_bytes_of_e4m3_are_converted_to_their_values(
         LinearWeights(StoredWeight((part,), dtype, DEVICE))
     )
     assert isinstance(linear, QuantizedLinear)
-    assert linear._weight.is_e4m3
+    assert linear._weight.kind == E4M3_BY_DEVICE
     result = linear(torch.eye(16, dtype=dtype, device=DEVICE))
     assert torch.equal(result.float().cpu(), values[codes.int()].T)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_codes_of_bitsandbytes_are_decoded_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    """fp4 as sixths, nf4 as the sum of its value in the dtype and of what that lacks."""
+    values = TABLES[name]
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16) % 16
+    part = QuantizedTensor(codes=codes, values=values, scales=torch.ones(16, 1), group_size=16)
+    result = head_from(part, dtype=dtype)(torch.eye(16, dtype=dtype, device=DEVICE)).cpu()
+    first = values.to(dtype).float()
+    exact = values if name == "fp4" else first + (values - first).to(dtype).float()
+    assert torch.equal(result, exact[codes.int()].T)

@@ -44,6 +44,7 @@ from millrace_shard.kernels.cuda.quantized_linear import EXPANDED_OUTPUTS, SUM_S
 from millrace_shard.kernels.cuda.scaled_products import COLUMNS
 from millrace_shard.kernels.cuda.triton_codes import (
     CONVERTS_E4M3,
+    E2M1,
     E4M3,
     E4M3_BY_DEVICE,
     E5M2,
@@ -62,25 +63,17 @@ CODED_HEAD_DIMS = (64, 128, 256)
 """Those that KV in codes is compiled for."""
 HEAD_DIMS = (64, 72, 80, 96, 128, 160, 192, 256)
 CAPABILITIES = tuple(SHARED_BYTES)
-CODES: dict[str, tuple[dict[str, Any], int | None]] = {
-    name: (
-        {
-            "bits": 8 if name in ("int8", "e4m3") else 4,
-            "least": -128 if name == "int8" else -8,
-            "has_lookup": not name.startswith("int"),
-            "is_e4m3": False,
-            "fraction": {"e4m3": 3, "e2m1": 1, "nvfp4": 1}.get(name, 0),
-            "has_remainder": name == "nf4",
-            "has_offsets": name == "int4 with zeros",
-        },
-        group_size,
-    )
-    for name, group_size in (
-        *(("int4", 128), ("int4 with zeros", 128), ("nf4", 64), ("e2m1", 32), ("nvfp4", 16)),
-        *(("int8", None), ("e4m3", 128)),
-    )
+CODES: dict[str, tuple[int, int, int | None]] = {
+    "int4": (4, triton_quantized.INTEGERS, 128),
+    "int4 with zeros": (4, triton_quantized.INTEGERS, 128),
+    "nf4": (4, triton_quantized.SUMS, 64),
+    "fp4": (4, triton_quantized.SIXTHS, 64),
+    "e2m1": (4, E2M1, 32),
+    "nvfp4": (4, E2M1, 16),
+    "int8": (8, triton_quantized.INTEGERS, None),
+    "e4m3": (8, E4M3, 128),
 }
-"""The constants of the linear over codes for each format, and the size of its groups; None: all inputs."""
+"""Bits and kinds of codes by formats, and the sizes of groups; None: all inputs."""
 MANY_INPUTS = 4096
 SUMS: dict[str, Any] = {"group_steps": 2, "inputs": 64, "steps": SUM_STEPS}
 """The constants of the sums of inputs."""
@@ -158,10 +151,9 @@ def codes(
     """Compile the linear over codes: in one program with bias for many rows, else in parts, with each tile of rows."""
     tilings = (linear_tilings.FLOAT32,) if dtype == FP32 else linear_tilings.TENSOR_CORES
     for kind, tiling in itertools.product(kinds, tilings):
-        facts, group_size = CODES[kind]
-        is_e4m3 = kind == "e4m3" and capability >= 89 and dtype != FP32
-        step = step_length(group_size or MANY_INPUTS, dtype)
+        form = _form(kind, dtype, capability)
         is_last = tiling is tilings[-1]
+        shape = {key: each for key, each in dataclasses.asdict(tiling).items() if key != "inputs"}
         yield compile_kernel(
             triton_quantized._multiply_codes,
             dtype,
@@ -169,23 +161,17 @@ def codes(
             out_dtype=dtype if is_last else FP32,
             parts=4 if is_last else 1,
             has_bias=is_last,
-            whole_steps=True,
-            group_steps=0 if group_size is None else group_size // step,
-            **facts
-            | {"has_remainder": facts["has_remainder"] and dtype != FP32, "is_e4m3": is_e4m3},
-            **dataclasses.asdict(tiling) | {"inputs": step},
+            form=form,
+            **shape,
         )
         if is_last:
-            expanded = {key: value for key, value in facts.items() if key != "has_remainder"}
             yield compile_kernel(
                 triton_quantized.expand_codes,
                 dtype,
                 capability,
                 num_warps=4,
-                group_steps=0 if group_size is None else group_size // step,
+                form=form._replace(kind=min(form.kind, triton_quantized.TABLE)),
                 outputs=EXPANDED_OUTPUTS,
-                inputs=step,
-                **expanded | {"is_e4m3": is_e4m3},
             )
         yield compile_kernel(
             triton_quantized.multiply_expert_codes,
@@ -193,12 +179,28 @@ def codes(
             capability,
             pairs_per_row=8,
             has_bias=True,
-            whole_steps=True,
-            group_steps=0 if group_size is None else group_size // step,
-            **facts
-            | {"has_remainder": facts["has_remainder"] and dtype != FP32, "is_e4m3": is_e4m3},
-            **dataclasses.asdict(tiling) | {"inputs": step},
+            form=form,
+            **shape,
         )
+
+
+def _form(name: str, dtype: torch.dtype, capability: int) -> triton_quantized.Form:
+    """As `PackedCodes` has it."""
+    bits, kind, group_size = CODES[name]
+    if kind in (triton_quantized.SIXTHS, triton_quantized.SUMS) and dtype == FP32:
+        kind = triton_quantized.TABLE
+    if kind == E4M3 and divmod(capability, 10) >= CONVERTS_E4M3 and dtype != FP32:
+        kind = E4M3_BY_DEVICE
+    step = step_length(group_size or MANY_INPUTS, dtype)
+    return triton_quantized.Form(
+        bits=bits,
+        kind=kind,
+        least=-128 if bits == 8 else -8,
+        has_offsets=name == "int4 with zeros",
+        whole_steps=True,
+        group_steps=0 if group_size is None else group_size // step,
+        inputs=step,
+    )
 
 
 def adapters(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
@@ -344,7 +346,7 @@ def a_few() -> Iterator[Compiled]:
     yield from linear(FP32, 90)
     yield from experts(BF16, 90)
     yield from experts(FP32, 80)
-    yield from codes(BF16, 90, ("int4 with zeros", "nf4"))
+    yield from codes(BF16, 90, ("int4 with zeros", "nf4", "fp4"))
     yield compile_kernel(triton_quantized._sum_steps, BF16, 90, num_warps=4, **SUMS)
     yield compile_kernel(triton_pages._zero_pages, BF16, 90, num_warps=4, columns=WORDS)
     yield from adapters(BF16, 90)
@@ -363,6 +365,8 @@ def a_few() -> Iterator[Compiled]:
             yield from attention((4, 128), BF16, capability, fixed=False, codes=kind)
         format_ = {86: "int8", 89: "e4m3", 120: "e2m1"}.get(capability, "int4")
         yield from codes(BF16, capability, (format_,))
+    for capability in (80, 120):
+        yield from codes(BF16, capability, ("fp4",))
 
 
 def served_attention() -> Iterator[tuple[torch.dtype, int, int, tuple[bool, bool, bool], int]]:

@@ -15,6 +15,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from millrace_shard.kernels.cuda.triton_quantized import SUMS
+
 SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """The maximal shared memory of a thread block by compute capability."""
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -126,9 +128,11 @@ def compile_kernel(
     )
 
 
-def _kind(name: str, dtype: torch.dtype, constants: dict[str, object]) -> str:
+def _kind(name: str, dtype: torch.dtype, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
+    if name == "lookup" and constants["form"].kind == SUMS:
+        return "*i32"
     if name in PAGES and constants.get("codes"):
         return "*u8"
     if name in FLOATS:
