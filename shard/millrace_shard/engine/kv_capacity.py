@@ -133,7 +133,7 @@ def cpu_memory(*, available: int, kv_memory: int | None) -> KVMemory:
 def cuda_memory(*, free: int, total: int, fraction: float, kv_memory: int | None) -> KVMemory:
     """`--kv-memory`, or most of the free memory within `fraction` of the GPU."""
     if kv_memory is not None:
-        return KVMemory(bytes=kv_memory, is_budget=True, max_bytes=kv_memory)
+        return KVMemory(bytes=kv_memory, is_budget=True, max_bytes=min(kv_memory, total))
     usable = max(0, free - int((1 - fraction) * total))
     return KVMemory(bytes=int(usable * CUDA_MEMORY_SHARE), is_budget=True, max_bytes=usable)
 

@@ -63,6 +63,7 @@ class Decoder:
                 if layer.recurrent is not None
             ),
         )
+        loader.ropes.limit(self.geometry.layers)
         self.embedding = loader.embedding()
         """This rank's rows, [share of the vocabulary, hidden]."""
         self._embedding_norm = loader.embedding_norm()

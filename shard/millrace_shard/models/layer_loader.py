@@ -64,7 +64,7 @@ class LayerLoader:
         """Raise WeightsError if the files have more layers than `spec`."""
         weights.check_layers(spec.num_stored_layers)
         self._spec = spec
-        self._ropes = ropes
+        self.ropes = ropes
         self._weights = weights
         self._kernels = kernels
         self._group = group
@@ -244,7 +244,7 @@ class LayerLoader:
                 scale=spec.scale,
                 rotation=self._rotation(spec),
                 head_norms=self._head_norms(prefix, spec),
-                query_factors=self._ropes.query_factors(spec, self._longest),
+                query_factors=self.ropes.query_factors(spec, self._longest),
                 mean_over_ranks=self._mean_over_ranks(),
                 window=spec.window,
                 chunks=None if spec.chunk is None else self._chunked_batches(spec.chunk),
@@ -346,7 +346,7 @@ class LayerLoader:
             return None
         share = spec.num_heads // self._group.world_size
         own = spec.slopes[self._group.rank * share :][:share]
-        return torch.tensor(own, device=self._ropes.device)
+        return torch.tensor(own, device=self.ropes.device)
 
     def _sinks(self, prefix: str, spec: AttentionSpec) -> Tensor | None:
         if not spec.sinks:
@@ -358,13 +358,13 @@ class LayerLoader:
         """What rotates by three axes; None if no layer does."""
         ropes = {layer.attention.rope for layer in self._spec.layers if layer.attends}
         return next(
-            (AxisRotations.of(rope, self._ropes) for rope in ropes if rope and rope.axes), None
+            (AxisRotations.of(rope, self.ropes) for rope in ropes if rope and rope.axes), None
         )
 
     def _rotation(self, spec: AttentionSpec) -> Rotation | None:
         if spec.rope is None:
             return None
-        return Rotation(table=self._ropes.table(spec.rope), interleaved=spec.rope.interleaved)
+        return Rotation(table=self.ropes.table(spec.rope), interleaved=spec.rope.interleaved)
 
     def _head_norms(self, prefix: str, spec: AttentionSpec) -> HeadNorms | None:
         head_norm, names = spec.head_norm, self._spec.names.layer
@@ -374,7 +374,7 @@ class LayerLoader:
         def norm(name: str, heads: int) -> NormWeights:
             if not head_norm.has_weights:
                 ones = torch.ones(
-                    spec.head_dim, dtype=self._weights.dtype, device=self._ropes.device
+                    spec.head_dim, dtype=self._weights.dtype, device=self.ropes.device
                 )
                 return _norm_weights(ones, head_norm.norm)
             if head_norm.whole_width or head_norm.weight_per_head:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from millrace_shard.device.resources import free_cuda_memory
 from millrace_shard.errors import UnsupportedModel
+from millrace_shard.models.interface import KVLayer
 from millrace_shard.models.rope_spec import (
     DynamicScaling,
     LinearScaling,
@@ -46,12 +49,15 @@ def rope_table(rope: RopeSpec, num_positions: int, *, long_context: bool = False
     return torch.cat(chunks)
 
 
-def model_rope_table(rope: RopeSpec, max_total_tokens: int | None) -> Tensor:
-    """The table for sequences of up to `max_total_tokens`, or of any length that the model supports."""
+def model_rope_table(
+    rope: RopeSpec, max_total_tokens: int | None, most: int | None = None
+) -> Tensor:
+    """The table for sequences of up to `max_total_tokens`; if unknown, of any length up to `most` that is supported."""
     longest = longest_position(rope)
     trained = getattr(rope.scaling, "original_positions", longest)
     is_long = (max_total_tokens or 0) > trained
-    return rope_table(rope, min(longest, max_total_tokens or longest), long_context=is_long)
+    count = min(longest, max_total_tokens or most or longest)
+    return rope_table(rope, count, long_context=is_long)
 
 
 def longest_position(rope: RopeSpec) -> int:
@@ -214,19 +220,43 @@ class RopeTables:
     def __init__(self, max_total_tokens: int | None, device: torch.device) -> None:
         self._max_total_tokens = max_total_tokens
         self.device = device
+        self._most: int | None = None
         self._tables: dict[RopeSpec, Tensor] = {}
+
+    def limit(self, layers: Sequence[KVLayer]) -> None:
+        """Leave out positions for whose keys a GPU has no memory in `layers`: a million take half a gigabyte here.
+
+        A length that is set is refused later if it does not fit, after steps of that length.
+        """
+        if self.device.type == "cuda":
+            _, total = free_cuda_memory(self.device)
+            self._most = positions_in(total, layers)
 
     def query_factors(self, attention: AttentionSpec, longest: int) -> Tensor | None:
         """[positions] float32: the factors of queries in sequences of up to `longest`; None if they are not scaled."""
         scaling = attention.query_scaling
         if scaling is None:
             return None
-        count = min(longest, self._max_total_tokens or longest)
+        count = min(longest, self._max_total_tokens or self._most or longest)
         positions = torch.arange(count, dtype=torch.float) + scaling.offset
         steps = torch.floor(positions / scaling.positions)
         return (1 + scaling.beta * torch.log1p(steps)).to(self.device)
 
     def table(self, rope: RopeSpec) -> Tensor:
         if rope not in self._tables:
-            self._tables[rope] = model_rope_table(rope, self._max_total_tokens).to(self.device)
+            table = model_rope_table(rope, self._max_total_tokens, self._most)
+            self._tables[rope] = table.to(self.device)
         return self._tables[rope]
+
+
+def positions_in(num_bytes: int, layers: Sequence[KVLayer]) -> int | None:
+    """The most positions of a sequence whose keys and values fit, in codes of a byte; None: any number.
+
+    Layers with a window keep few positions, whatever the length.
+    """
+    channels = sum(
+        each.num_tensors * each.num_kv_heads * each.head_dim
+        for each in layers
+        if each.window is None
+    )
+    return max(num_bytes // channels, 2) if channels else None

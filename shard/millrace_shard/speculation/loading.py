@@ -224,6 +224,7 @@ class SpeculationLoader:
             quantization=quantization,
         )
         ropes = RopeTables(self.max_total_tokens, self.device)
+        ropes.limit(model.geometry.layers)
         head = DraftHead(spec, model, weights, self.kernels, self.group, ropes)
         logger.info(
             "up to %d draft tokens from the %s head in %s, which reads hidden states after layers %s of %d",

@@ -12,7 +12,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbedding
 
 from millrace_shard.errors import UnsupportedModel
-from millrace_shard.models.rope import longest_position, model_rope_table, rope_table
+from millrace_shard.models.interface import KVLayer
+from millrace_shard.models.rope import (
+    RopeTables,
+    longest_position,
+    model_rope_table,
+    rope_table,
+)
 from millrace_shard.models.rope_spec import RopeSpec
 from millrace_shard.models.transformers_backend.rotary import rope_of
 
@@ -122,6 +128,31 @@ def test_the_longest_sequence_expected_chooses_the_factors_and_the_size() -> Non
     expected = rope_table(longrope, 33, long_context=True)
     assert torch.equal(model_rope_table(longrope, 33), expected)
     assert model_rope_table(longrope, 1000).shape == (128, 8)
+
+
+@pytest.mark.parametrize(
+    ("max_total_tokens", "layers", "expected"),
+    [
+        # Each position takes 2 * 3 * 16 bytes at least, in the layers that keep all positions.
+        (None, [KVLayer(3, 16), KVLayer(3, 16, window=40)], 90),
+        (None, [KVLayer(3, 16, latent_dim=8)], 128),
+        (None, [KVLayer(3, 16, window=40)], 128),
+        (None, [KVLayer(300, 160)], 2),
+        (100, [KVLayer(3, 16)], 100),
+    ],
+)
+def test_tables_end_with_the_positions_that_a_gpu_has_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+    max_total_tokens: int | None,
+    layers: list[KVLayer],
+    expected: int,
+) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 90 * 96 + 50))
+    tables = RopeTables(max_total_tokens, torch.device("cuda"))
+    tables.limit(layers)
+    tables.device = torch.device("cpu")
+    table = tables.table(rope(STATIC["default"]))
+    assert torch.equal(table, rope_table(rope(STATIC["default"]), expected))
 
 
 @pytest.mark.parametrize(
