@@ -8,11 +8,13 @@ code. A page of `make bench-gpu` replaces these figures.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.harness.tables import markdown
+from millrace_shard.kernels.cuda.linear_tilings import EXPERT_BYTES, EXPERT_ROWS
 
 KB, GB, TB, TERA = 1e3, 1e9, 1e12, 1e12
 CONTEXT = 1024
@@ -239,6 +241,8 @@ SLOTS_AT_ONCE, WAVE = 384, 1.75e-6
 """Programs of experts that a GPU holds, and seconds of one that has nothing to do, with its share of the start."""
 CODED_PROMPT_SHARE = 0.43
 """Share of the matrix rate that prompts reach where every tile decodes its weights again."""
+TILE = 128
+"""Pairs, and outputs, of a program of experts in prompts."""
 TRITON_EXPERTS, GROUPED_EXPERTS = 0.65, 0.85
 """Shares of the matrix rate that Triton's grouped products and torch's reach."""
 
@@ -298,6 +302,15 @@ def _idle_programs(model: Model, experts: Experts, rows: int) -> float:
     return idle / SLOTS_AT_ONCE * WAVE
 
 
+def _idle_in_parts(model: Model, experts: Experts, pairs: int) -> float:
+    """Seconds of a layer in programs without work: each part of the experts has programs for all pairs."""
+    idle = 0.0
+    for outputs, inputs in ((2 * experts.inter, model.hidden), (model.hidden, experts.inter)):
+        parts = math.ceil(experts.count * outputs * inputs * BF16 / EXPERT_BYTES)
+        idle += (parts - 1) * pairs / TILE * math.ceil(outputs / TILE)
+    return idle / SLOTS_AT_ONCE * WAVE
+
+
 def prompt_seconds(model: Model, gpu: Gpu, tokens: int, time: int) -> float:
     """Seconds of a step of one prompt."""
     rate = gpu.rate * gpu.matrix_share
@@ -333,14 +346,20 @@ def prompt_seconds(model: Model, gpu: Gpu, tokens: int, time: int) -> float:
 def _experts_prompt_seconds(
     model: Model, experts: Experts, gpu: Gpu, tokens: int, time: int
 ) -> float:
-    pairs = tokens * experts.top_k
-    reached = TRITON_EXPERTS
-    if experts.stored[time] < 1:
+    pairs, stored = tokens * experts.top_k, experts.stored[time]
+    reached, seconds = TRITON_EXPERTS, 0.0
+    if stored < 1 and pairs < EXPERT_ROWS * experts.count:
         reached = CODED_PROMPT_SHARE
+    elif stored < 1:
+        # Decoded once, and written in 16 bits.
+        decoded = experts.count * model.mlp_weights * (stored + BF16)
+        seconds = decoded / (gpu.bandwidth * SMALL_RATE)
+        seconds += _idle_in_parts(model, experts, pairs)
+        seconds *= model.layers
     elif time == AFTER:
         reached = GROUPED_EXPERTS
     rate = gpu.rate * gpu.matrix_share * reached
-    seconds = 2 * pairs * model.mlp_weights * model.layers / rate
+    seconds += 2 * pairs * model.mlp_weights * model.layers / rate
     results = pairs * model.hidden * COPY_LAUNCHES * (2 * BF16 if time == BEFORE else BF16)
     between = 4 * pairs * experts.inter * BF16
     return seconds + model.layers * (results + between) / (gpu.bandwidth * SMALL_RATE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -9,9 +10,9 @@ import torch.nn.functional as F  # noqa: N812
 import triton
 from torch import Tensor
 
-from millrace_shard.kernels.cuda.linear_tilings import row_tiling
+from millrace_shard.kernels.cuda.linear_tilings import EXPERT_BYTES, EXPERT_ROWS, row_tiling
 from millrace_shard.kernels.cuda.packed_codes import SCALE_DTYPES, PackedCodes, pack, unpacked
-from millrace_shard.kernels.cuda.quantized_linear import are_one_matrix, sums_of_steps
+from millrace_shard.kernels.cuda.quantized_linear import are_one_matrix, expand, sums_of_steps
 from millrace_shard.kernels.cuda.triton_experts import multiply_experts
 from millrace_shard.kernels.cuda.triton_quantized import multiply_expert_codes
 from millrace_shard.kernels.layer_weights import LinearWeights
@@ -82,8 +83,20 @@ class ExpertStack:
                 offsets=None if packed.offsets is None else _narrowed(packed.offsets),
             )
 
-    def multiply(self, out: Tensor, x: Tensor, groups: Groups, pairs_per_row: int) -> None:
-        """Overwrite row p of `out` [pairs, out] with the product of row `p // pairs_per_row` of `x` and its expert."""
+    def multiply(
+        self,
+        out: Tensor,
+        x: Tensor,
+        groups: Groups,
+        pairs_per_row: int,
+        *,
+        expands: bool = False,
+    ) -> None:
+        """Overwrite row p of `out` [pairs, out] with the product of row `p // pairs_per_row` of `x` and its expert.
+
+        If it `expands`, products with many rows of each expert are over weights that are expanded before, rounded to
+        the dtype of `x`, some experts at a time.
+        """
         tiling = row_tiling(x.dtype, max(1, len(out) // self._num_experts))
         num_outputs = out.shape[1]
         tiles = most_tiles(len(out), self._num_experts, tiling.rows)
@@ -96,23 +109,48 @@ class ExpertStack:
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
         }
-        if self._packed is not None:
+        order, starts = groups
+        is_many = len(out) >= EXPERT_ROWS * self._num_experts
+        if self._packed is not None and not (expands and is_many):
             self._multiply_codes(grid, out, x, self._packed, groups, constants)
             return
-        weight = self._whole
-        assert weight is not None, "there are experts"
-        multiply_experts[grid](
-            out,
-            x,
-            weight,
-            weight if self._biases is None else self._biases,
-            *groups,
-            self._num_experts,
-            num_outputs,
-            weight.shape[2],
-            inputs=tiling.inputs,
-            **constants,
-        )
+        for first, weight in self._matrices(x.dtype):
+            multiply_experts[grid](
+                out,
+                x,
+                weight,
+                weight if self._biases is None else self._biases[first:],
+                order,
+                starts[first:],
+                len(weight),
+                num_outputs,
+                weight.shape[2],
+                inputs=tiling.inputs,
+                **constants,
+            )
+
+    def _matrices(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """The weights [n, out, in] of some experts in turn, in the same memory, and the number of the first one."""
+        packed = self._packed
+        if packed is None:
+            assert self._whole is not None, "there are experts"
+            yield 0, self._whole
+            return
+        shape = packed.num_outputs, packed.num_inputs
+        most = max(1, EXPERT_BYTES // (shape[0] * shape[1] * dtype.itemsize))
+        size = min(most, self._num_experts)
+        room = packed.codes.new_empty(size, *shape, dtype=dtype)
+        for first in range(0, self._num_experts, size):
+            chosen = slice(first, first + size)
+            part = replace(
+                packed,
+                codes=packed.codes[chosen],
+                scales=packed.scales[chosen],
+                offsets=None if packed.offsets is None else packed.offsets[chosen],
+            )
+            matrices = room[: len(part.codes)]
+            expand(matrices, part, 0)
+            yield first, matrices
 
     def multiply_sorted(self, x: Tensor, starts: Tensor) -> Tensor:
         """Torch's products of `x` [pairs, in], in the order of the experts, which `is_plain` allows: [pairs, out]."""

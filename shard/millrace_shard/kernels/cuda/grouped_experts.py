@@ -81,10 +81,10 @@ class GroupedExperts:
         """What the experts make of each pair, [pairs, hidden]."""
         (num_pairs,), top_k = groups[0].shape, self._router.rule.top_k
         gate_up = x.new_empty(num_pairs, self._gate_up.num_outputs)
-        self._gate_up.multiply(gate_up, x.contiguous(), groups, top_k)
+        self._gate_up.multiply(gate_up, x.contiguous(), groups, top_k, expands=self._is_fast)
         gated = self._activate(gate_up)
         results = x.new_empty(num_pairs, x.shape[1], dtype=self._dtype_of_results(gated))
-        self._down.multiply(results, gated, groups, 1)
+        self._down.multiply(results, gated, groups, 1, expands=self._is_fast)
         return results
 
     def _multiply_sorted(self, x: Tensor, order: Tensor, starts: Tensor) -> Tensor:

@@ -18,6 +18,12 @@ NUM_PARTS = ((16384, 1), (8192, 2), (3072, 4), (0, 8))
 MANY_ROWS = 256
 """From this number of rows on, tiles of rows and outputs occupy a GPU, and each program adds all parts by itself."""
 
+EXPERT_ROWS = 512
+"""Rows of an expert, on average, from which fast mode expands its codes once: from about 300 on it takes less time."""
+
+EXPERT_BYTES = 512 << 20
+"""Expanded weights of experts at a time, which the largest prompt of the warm-up counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowTiling:

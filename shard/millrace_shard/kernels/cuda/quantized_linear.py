@@ -118,17 +118,23 @@ def sums_of_steps(weight: PackedCodes, x: Tensor) -> Tensor:
 
 
 def expand(out: Tensor, weight: PackedCodes, first_output: int) -> None:
-    """Overwrite `out` [n, in] with the weights of n outputs from the first one on, in the order of the codes."""
-    expand_codes[(weight.num_steps, triton.cdiv(len(out), EXPANDED_OUTPUTS))](
+    """Overwrite `out` [n, in] with the weights of n outputs from the first one on, in the order of the codes.
+
+    `out` is [E, n, in] for as many matrices.
+    """
+    *stack, count, _ = out.shape
+    grid = weight.num_steps, triton.cdiv(count, EXPANDED_OUTPUTS), *stack
+    expand_codes[grid if stack else (*grid, 1)](
         out,
         weight.codes,
         weight.values,
         weight.scales,
         weight.scales if weight.offsets is None else weight.offsets,
         first_output,
-        len(out),
+        count,
         weight.num_outputs,
         weight.num_inputs,
+        weight.scales.shape[-2],
         weight.group_size,
         form=weight.form._replace(kind=TABLE) if weight.kind >= TABLE else weight.form,
         outputs=EXPANDED_OUTPUTS,

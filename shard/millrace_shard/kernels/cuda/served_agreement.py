@@ -27,7 +27,7 @@ from millrace_shard.kernels.agreement import (
 )
 from millrace_shard.kernels.base import Experts, Kernels, Linear
 from millrace_shard.kernels.cuda import sampling_agreement
-from millrace_shard.kernels.cuda.linear_tilings import PROMPT_ROWS
+from millrace_shard.kernels.cuda.linear_tilings import EXPERT_ROWS, PROMPT_ROWS
 from millrace_shard.kernels.expert_weights import RoutingRule, Scoring
 from millrace_shard.kernels.experts_agreement import experts_weights
 from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
@@ -103,9 +103,11 @@ def prompt_difference(
         distance(ours, theirs),
         _products_difference(kernels, oracle, random(), shape, MANY_ROWS),
     ]
-    for sizes in shape.experts:
-        x = random()(MANY_ROWS, sizes[0])
-        results = [_experts(each, random(), sizes, None)(x) for each in (kernels, oracle)]
+    # So many rows over codes would take minutes without a GPU. Half of the experts have each row.
+    formats = (None, *shape.expert_formats) if device.type == "cuda" else (None,)
+    for sizes, format_ in itertools.product(shape.experts, formats):
+        x = random()(2 * EXPERT_ROWS if format_ else MANY_ROWS, sizes[0])
+        results = [_experts(each, random(), sizes, format_)(x) for each in (kernels, oracle)]
         differences.append(distance(results[:1], results[1:]))
     return max(differences)
 

@@ -246,12 +246,21 @@ def expand_codes(
     num_expanded,
     num_outputs,
     num_inputs,
+    num_groups,
     group_size,
     form: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Write weights [num_expanded, num_inputs] from `first_output` on, rounded once; grid (steps, tiles of outputs)."""
+    """Write weights [E, num_expanded, num_inputs] from `first_output` on, rounded once.
+
+    `codes` and scales are E matrices', as in `multiply_expert_codes`; grid (steps, tiles of outputs, E).
+    """
     step = tl.program_id(0)
+    matrix = tl.program_id(2).to(tl.int64)
+    out += matrix * num_expanded * num_inputs
+    codes += matrix * num_outputs * tl.num_programs(0) * (form.inputs * form.bits // 8)
+    scales += matrix * num_outputs * num_groups
+    offsets += matrix * num_outputs * num_groups
     within = tl.program_id(1) * outputs + tl.arange(0, outputs)
     output = first_output + within
     element: tl.constexpr = out.dtype.element_ty

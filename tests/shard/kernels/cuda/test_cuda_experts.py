@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 
 from millrace_shard.kernels.agreement import Random
-from millrace_shard.kernels.cuda import grouped_experts
+from millrace_shard.kernels.cuda import expert_stack, grouped_experts
 from millrace_shard.kernels.cuda.expert_stack import most_tiles
 from millrace_shard.kernels.cuda.grouped_experts import GroupedExperts
 from millrace_shard.kernels.cuda.operators import CudaKernels
+from millrace_shard.kernels.cuda.quantized_linear import expand
 from millrace_shard.kernels.cuda.triton_choice import group_pairs
 from millrace_shard.kernels.cuda.triton_experts import add_experts, tile_of_expert
 from millrace_shard.kernels.expert_weights import ExpertsWeights, RoutingRule, Scoring
@@ -145,6 +146,51 @@ def test_experts_over_codes_stay_packed_and_match_plain_torch(
     # The last steps of groups are padded to a power of two.
     padded = 64 / 40 * elements * (4 if len(form.values) == 16 else 8) / 8
     assert made.num_bytes <= padded + num_scales * (2 + 4 * form.has_offsets) + biases
+
+
+@pytest.mark.parametrize("name", ["e2m1", "int4 with zeros"])
+def test_fast_mode_expands_codes_once_for_many_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five experts at a time, and of the last two; deterministic mode and few rows keep to the codes."""
+    rule, form = RULES[1], code_format(name, 16)
+    many = 4
+    monkeypatch.setattr(expert_stack, "EXPERT_ROWS", many * rule.top_k / 12)
+    monkeypatch.setattr(expert_stack, "EXPERT_BYTES", 5 * 40 * 48 * FP16.itemsize)
+    expanded: list[tuple[int, ...]] = []
+
+    def noted(out: Tensor, *args: Any) -> None:
+        expanded.append((*out.shape,))
+        expand(out, *args)
+
+    monkeypatch.setattr(expert_stack, "expand", noted)
+    made, fixed, plain = (
+        experts_of(
+            rule,
+            FP16,
+            formats=(form, form),
+            deterministic=deterministic,
+            composed=composed,
+        )
+        for deterministic, composed in ((False, False), (True, False), (True, True))
+    )
+    assert isinstance(made, GroupedExperts)
+    assert isinstance(fixed, GroupedExperts)
+    assert isinstance(plain, ComposedExperts)
+    x = rows_of(many, FP16)
+    difference = (made(x).float() - plain(x).float()).abs() / (1 + plain(x).float().abs())
+    assert difference.max() < TOLERANCE[FP16]
+    assert expanded == [(size, *shape) for shape in ((48, 40), (40, 24)) for size in sizes(shape)]
+    del expanded[:]
+    assert torch.equal(made(x[:3]), fixed(x[:3]))
+    fixed(x)
+    assert not expanded
+
+
+def sizes(shape: tuple[int, int]) -> list[int]:
+    """How many of the 12 experts are expanded at a time, where five of 48 outputs and 40 inputs are."""
+    most = 5 * 40 * 48 // (shape[0] * shape[1])
+    return [min(most, 12 - first) for first in range(0, 12, most)]
 
 
 def test_a_row_has_the_same_bits_over_codes_with_any_other_rows() -> None:

@@ -246,7 +246,7 @@ def test_fast_mode_multiplies_long_prompts_with_weights_that_are_expanded_once(
     linear = CudaKernels(deterministic=False, operators=["cublas"]).linear_from(weights)
     expected = PlainKernels(deterministic=False).linear_from(weights)(x)
     assert distance([linear(x)], [expected]) < agreement.TOLERANCE[BF16]
-    assert launches == [(5, 1), (5, 1)]
+    assert launches == [(5, 1, 1), (5, 1, 1)]
     few = x[: EXPANDED_ROWS - 1]
     assert torch.equal(linear(few)[:3], linear(few[:3]))
     assert len(launches) == 2
