@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.harness.tables import markdown
 from millrace_shard.kernels.cuda.linear_tilings import EXPERT_BYTES, EXPERT_ROWS
@@ -184,17 +184,7 @@ LLAMA_8B = Model(
 )
 MODELS = (
     LLAMA_8B,
-    Model(
-        name="8B, int4",
-        layers=32,
-        hidden=4096,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        inter=14336,
-        vocab=128256,
-        stored=INT4,
-    ),
+    replace(LLAMA_8B, name="8B, int4", stored=INT4),
     Model(
         name="gpt-oss-20b",
         layers=24,

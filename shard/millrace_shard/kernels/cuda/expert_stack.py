@@ -170,11 +170,7 @@ class ExpertStack:
         multiply_expert_codes[grid](
             out,
             x,
-            weight.codes,
-            weight.lookup,
-            weight.scales,
-            weight.scales if weight.offsets is None else weight.offsets,
-            weight.values if sums is None else sums,
+            *weight.operands(sums),
             weight.values if self._biases is None else self._biases,
             *groups,
             self._num_experts,

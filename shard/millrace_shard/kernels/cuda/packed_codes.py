@@ -74,6 +74,11 @@ class PackedCodes:
         """Steps of a group; 0 if there is one group."""
         return 0 if self.scales.shape[-2] == 1 else -(-self.group_size // self.step)
 
+    def operands(self, sums: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Codes, lookup, scales, offsets and sums for a kernel, which reads none that are missing."""
+        offsets = self.scales if self.offsets is None else self.offsets
+        return self.codes, self.lookup, self.scales, offsets, self.values if sums is None else sums
+
     @property
     def form(self) -> Form:
         """What kernels are compiled for."""

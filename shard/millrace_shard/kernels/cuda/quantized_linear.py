@@ -220,11 +220,7 @@ class QuantizedLinear:
         _multiply_codes[(num_tiles, num_programs)](
             out,
             x,
-            weight.codes,
-            weight.lookup,
-            weight.scales,
-            weight.scales if weight.offsets is None else weight.offsets,
-            weight.values if sums is None else sums,
+            *weight.operands(sums),
             weight.values if bias is None else bias,
             len(x),
             x.stride(0),
