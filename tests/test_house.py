@@ -37,9 +37,6 @@ TABLES = {
 KERNELS = {
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_tiles",
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_spans",
-    "shard/millrace_shard/kernels/cuda/triton_quantized.py: _add_step",
-    "shard/millrace_shard/kernels/cuda/triton_quantized.py: _multiply_codes",
-    "shard/millrace_shard/kernels/cuda/triton_quantized.py: multiply_expert_codes",
     "shard/millrace_shard/kernels/cuda/triton_rope.py: _rope_store",
     "shard/millrace_shard/kernels/cuda/triton_softmax.py: visit",
 }
