@@ -167,11 +167,12 @@ def _cuda_kernels(
         raise _UnfitError(f"they need Triton: {error}") from error
     if dtype not in operators.DTYPES:
         raise _UnfitError(f"they have no {dtype}")
-    _check_cuda_shapes(shapes, operators.HEAD_DIMS)
+    _check_cuda_shapes(shapes)
     chosen = () if deterministic else _torch_operators(device, dtype, shapes, disabled)
-    has_codes = any(is_coded(shape.cache_dtype or dtype) for shape in shapes)
     # FlashAttention-3 reads fp8 only where queries are fp8, too.
-    is_flash = dtype in flash.DTYPES and not has_codes and flash.FLASH not in disabled
+    is_flash = (
+        dtype in flash.DTYPES and _has_plain_caches(shapes, dtype) and flash.FLASH not in disabled
+    )
     if not deterministic and is_flash:
         flash_kernels = _flash_kernels(device, dtype, shapes, chosen)
         if flash_kernels is not None:
@@ -188,13 +189,32 @@ def _cuda_kernels(
     return kernels
 
 
-def _check_cuda_shapes(shapes: Sequence[LayerShape], widths: Sequence[int]) -> None:
-    """Raise _UnfitError for heads that the CUDA kernels do not have; they have one of `widths`."""
-    if any(shape.latent_dim for shape in shapes):
-        raise _UnfitError("they have no attention over latents (MLA) yet")
-    head_dims = {shape.head_dim for shape in shapes}
-    if odd := [size for size in head_dims if size not in widths]:
-        raise _UnfitError(f"they take head_dim from {widths[0]} to {widths[-1]}, not {odd}")
+def _check_cuda_shapes(shapes: Sequence[LayerShape]) -> None:
+    """Raise _UnfitError for widths that the CUDA kernels do not have."""
+    from millrace_shard.kernels.cuda.operators import (  # noqa: PLC0415
+        HEAD_DIMS,
+        LATENT_DIMS,
+        ROPE_DIMS,
+        has_widths,
+    )
+
+    for shape in shapes:
+        head_dim, latent_dim = shape.head_dim, shape.latent_dim
+        if has_widths(head_dim, latent_dim):
+            continue
+        if latent_dim is None:
+            widths = f"head_dim from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {head_dim}"
+        else:
+            widths = f"latents of {LATENT_DIMS[0]} to {LATENT_DIMS[-1]} channels and rotated keys "
+            widths += f"of up to {ROPE_DIMS[-1]}, not {latent_dim} and {head_dim - latent_dim}"
+        raise _UnfitError(f"they take {widths}")
+
+
+def _has_plain_caches(shapes: Sequence[LayerShape], dtype: torch.dtype) -> bool:
+    """Whether caches have keys and values, and of the dtype of the model."""
+    return not any(
+        is_coded(shape.cache_dtype or dtype) or shape.latent_dim is not None for shape in shapes
+    )
 
 
 def _torch_operators(
@@ -216,9 +236,8 @@ def _torch_operators(
     )
     from millrace_shard.kernels.cuda.scaled_products import multiplies  # noqa: PLC0415
 
-    has_plain_cache = not any(is_coded(shape.cache_dtype or dtype) for shape in shapes)
     useful = {
-        VARLEN: dtype in HALF_DTYPES and has_plain_cache,
+        VARLEN: dtype in HALF_DTYPES and _has_plain_caches(shapes, dtype),
         GROUPED: dtype == torch.bfloat16 and any(shape.experts for shape in shapes),
         CUBLAS: any(shape.formats for shape in shapes),
         SCALED: dtype == torch.bfloat16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,8 +323,11 @@ def test_a_scheme_of_the_checkpoint_for_codes_is_not_followed(
     assert "kv_cache_scheme in config.json is not followed" in caplog.text
 
 
-def test_kernels_of_cuda_refuse_latents_by_name(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "deepseek_v3")
+def test_kernels_of_cuda_refuse_wider_latents_than_published_ones(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    save_tiny(tmp_path, "deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
     shape = ModelDescription.read(tmp_path).layer_shape(1)
-    with pytest.raises(choose._UnfitError, match="no attention over latents"):
-        choose._check_cuda_shapes([shape], (64, 128))
+    choose._check_cuda_shapes([shape])
+    wider = replace(shape, head_dim=640 + 64, latent_dim=640)
+    with pytest.raises(choose._UnfitError, match=r"latents of 16 to 512 .* not 640 and 64"):
+        choose._check_cuda_shapes([wider])

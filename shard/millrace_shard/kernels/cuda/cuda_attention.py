@@ -158,7 +158,7 @@ class PagedAttention:
         return tiling.fitted(
             num_heads // cache.keys.shape[2],
             triton.next_power_of_2(head_dim) * queries.element_size(),
-            _shared_memory(queries.device),
+            shared_memory(queries.device),
         )
 
     def _tiles(
@@ -235,7 +235,7 @@ class PagedAttention:
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> SharedMemory:
+def shared_memory(device: torch.device) -> SharedMemory:
     """The most that a thread block may have; under Triton's interpreter, a Hopper GPU's."""
     if device.type != "cuda":
         return SharedMemory(232448, (9, 0))
@@ -279,7 +279,6 @@ def _constants(
         "chunk": tiling.chunk,
         "has_window": rule.window is not None,
         "has_cap": rule.softcap is not None,
-        "precision": "ieee",
         "codes": kind_of_codes(cache),
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,

@@ -9,11 +9,12 @@ so a step of single queries may be captured in a CUDA graph and replayed over ot
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.base import Experts, LayerCache, Linear
+from millrace_shard.kernels.base import Experts, HeadsLinear, LayerCache, Linear
 from millrace_shard.kernels.cuda import (
     triton_penalties,
     triton_rope,
@@ -22,8 +23,14 @@ from millrace_shard.kernels.cuda import (
     triton_thresholds,
 )
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
+from millrace_shard.kernels.cuda.cuda_latents import (
+    MOST_LATENT,
+    MOST_ROTATED,
+    PagedLatentAttention,
+)
 from millrace_shard.kernels.cuda.grouped_experts import GroupedExperts
 from millrace_shard.kernels.cuda.quantized_linear import has_codes, linear_of_parts
+from millrace_shard.kernels.cuda.triton_heads import LinearOfHeads
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.varlen_attention import VarlenAttention
 from millrace_shard.kernels.expert_weights import ExpertsWeights
@@ -61,6 +68,15 @@ VARLEN, GROUPED, CUBLAS, SCALED = "varlen_attn", "grouped_mm", "cublas", "scaled
 """Torch's operators by their names, and the vendor's library for many rows over codes that are expanded first."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = range(16, 257)
+LATENT_DIMS, ROPE_DIMS = range(16, MOST_LATENT + 1), range(1, MOST_ROTATED + 1)
+"""Of keys over latents: the channels of the latent, and the further ones."""
+
+
+def has_widths(head_dim: int, latent_dim: int | None) -> bool:
+    """Whether the kernels have heads of these channels, or keys of these channels over latents."""
+    if latent_dim is None:
+        return head_dim in HEAD_DIMS
+    return latent_dim in LATENT_DIMS and head_dim - latent_dim in ROPE_DIMS
 
 
 class Float32Head:
@@ -92,10 +108,15 @@ class CudaKernels(ComposedBlocks):
         self.operators = tuple(operators)
         varlen = VarlenAttention() if VARLEN in operators else None
         self._attention = PagedAttention(deterministic=deterministic, varlen=varlen)
+        self._latent_attention = PagedLatentAttention(deterministic=deterministic)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keep `weight` [out, in] and `bias` [out] as they are."""
         return (FixedOrderLinear if self.deterministic else PlainLinear)(weight, bias)
+
+    def heads_linear(self, weight: Tensor) -> HeadsLinear:
+        """A linear for each head, all in one launch."""
+        return LinearOfHeads(weight)
 
     def linear_from(self, weights: LinearWeights) -> Linear:
         """A linear over a copy of the weight, whose codes stay packed, with its adapters."""
@@ -155,10 +176,11 @@ class CudaKernels(ComposedBlocks):
     ) -> LayerCache:
         """Uninitialised memory: no position is read before it is stored. Raises ValueError for unknown shapes."""
         is_known = dtype in DTYPES or is_coded(dtype)
-        if not is_known or head_dim not in HEAD_DIMS or latent_dim is not None:
+        if not is_known or not has_widths(head_dim, latent_dim):
             raise ValueError(f"no CUDA cache of {dtype} with head_dim {head_dim}")
         shape = (num_blocks, self.block_size, num_kv_heads, head_dim)
-        return new_layer_cache(shape, shape[:-1], dtype=dtype, device=device, scales=scales)
+        form: dict[str, Any] = {"dtype": dtype, "device": device, "scales": scales}
+        return new_layer_cache(shape, shape[:-1], **form, latent_dim=latent_dim)
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
         """Nothing to do: `attend` reads 0 past the end of a sequence."""
@@ -230,7 +252,8 @@ class CudaKernels(ComposedBlocks):
 
     def store(self, keys: Tensor, values: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
         """Store `keys` and `values` [T, num_kv_heads, head_dim] at `batch.cache_rows`."""
-        triton_rope.store(keys, values, batch.cache_rows, cache)
+        is_latent = cache.latent_dim is not None
+        triton_rope.store(keys, keys if is_latent else values, batch.cache_rows, cache)
 
     def attend(
         self,
@@ -243,9 +266,16 @@ class CudaKernels(ComposedBlocks):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim]."""
+        """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim].
+
+        Raises ValueError for windows, soft caps and sinks over latents.
+        """
         if queries.stride(2) != 1:
             queries = queries.contiguous()
+        if cache.latent_dim is not None:
+            if window is not None or softcap is not None or sinks is not None:
+                raise ValueError("no windows, soft caps and sinks over latents")
+            return self._latent_attention(queries, batch, cache, scale)
         return self._attention(queries, batch, cache, AttentionRule(scale, window, softcap, sinks))
 
     delta_rule = staticmethod(triton_states.delta_rule)

@@ -18,6 +18,7 @@ from torch import Tensor
 from millrace_shard.kernels.agreement import (
     CPU,
     EPS,
+    HEAD_OUTPUTS,
     Random,
     distance,
     filled_cache,
@@ -33,6 +34,7 @@ from millrace_shard.kernels.experts_agreement import experts_weights
 from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.quantized import CodeFormat
+from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 PROMPT = 70
@@ -154,10 +156,29 @@ def _row_operators(
         hidden, inter, _ = sizes
         name = f"experts of {hidden} and {inter} channels" + (" over codes" if format_ else "")
         yield name, _experts(kernels, random, sizes, format_), hidden
-    inputs = 2 * shape.num_heads * shape.head_dim
+    if shape.latent_dim is not None:
+        inputs = shape.num_heads * shape.latent_dim
+        yield "linears of heads", _heads_linear(kernels, random, shape), inputs
+    inputs = 2 * shape.num_heads * (HEAD_OUTPUTS if shape.latent_dim else shape.head_dim)
     scales = random(inputs)
     yield "the norm", lambda x: kernels.rms_norm(x, scales, EPS), inputs
     yield "the activation", kernels.silu_mul, inputs
+
+
+def _heads_linear(
+    kernels: Kernels, random: Random, shape: LayerShape
+) -> Callable[[Tensor], Tensor]:
+    """A linear of each head over its sums of latents: [T, num_heads * latent_dim] to [T, num_heads * HEAD_OUTPUTS]."""
+    assert shape.latent_dim is not None
+    weight = random(shape.num_heads, HEAD_OUTPUTS, shape.latent_dim) / shape.latent_dim**0.5
+    linear = kernels.heads_linear(weight)
+
+    def run(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), shape.num_heads, HEAD_OUTPUTS)
+        linear(x.view(len(x), shape.num_heads, -1), out)
+        return out.flatten(1)
+
+    return run
 
 
 def _experts(
@@ -204,7 +225,8 @@ class _SequenceInSteps:
         self._contexts = (*range(1, 7 * NUM_OTHERS, 7), context)
         self._cache = filled_cache(kernels, random, shape, self._contexts)
         self._rope = rope_table(shape.head_dim, max(self._contexts)).to(self._device)
-        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        num_kinds = 2 if shape.latent_dim is None else 1
+        width = (shape.num_heads + num_kinds * shape.num_kv_heads) * shape.head_dim
         self._others, self._own = random(NUM_OTHERS, width), random(PROMPT, width)
         self._sinks = random(shape.num_heads).float() if shape.has_sinks else None
 
@@ -233,14 +255,8 @@ class _SequenceInSteps:
             device=self._device,
             tables_of=self._contexts,
         )
-        queries = self._kernels.rope_store(
-            torch.cat((self._others[:others], self._own[-num_queries:])),
-            self._rope,
-            batch,
-            self._cache,
-            num_heads=self._shape.num_heads,
-            num_kv_heads=self._shape.num_kv_heads,
-        )
+        rows = torch.cat((self._others[:others], self._own[-num_queries:]))
+        queries = self._stored(rows, batch)
         window, softcap = kind
         scale = self._shape.head_dim**-0.5
         attended = self._kernels.attend(
@@ -253,6 +269,22 @@ class _SequenceInSteps:
             sinks=self._sinks,
         )
         return attended[-1]
+
+    def _stored(self, rows: Tensor, batch: RaggedBatch) -> Tensor:
+        """The queries [T, num_heads, head_dim] of `rows`, whose keys and values are stored."""
+        kernels, shape = self._kernels, self._shape
+        if shape.latent_dim is not None:
+            heads = rows.view(len(rows), shape.num_heads + 1, shape.head_dim)
+            kernels.store(heads[:, -1:], heads[:, -1:], batch, self._cache)
+            return heads[:, :-1]
+        return kernels.rope_store(
+            rows,
+            self._rope,
+            batch,
+            self._cache,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+        )
 
 
 def _random_linear(

@@ -23,15 +23,20 @@ _SPANS_PER_READ = tl.constexpr(8)
 
 
 @triton.jit
-def sequence_of(slot, starts, num_sequences, tokens_per_tile: tl.constexpr):
-    """The sequence of a tile slot; slots from `starts[b] // tokens_per_tile + b` on are for the tiles of sequence b."""
+def sequence_of(
+    slot, starts, num_sequences, tokens_per_tile: tl.constexpr, heads: tl.constexpr = 1
+):
+    """The sequence of a tile slot; slots from `starts[b] // tokens_per_tile + b` on are for the tiles of sequence b.
+
+    With `heads`, a tile has so many pairs of a token and one of its heads.
+    """
     num_begun = 0
     lanes = tl.arange(0, _SEQUENCES_PER_LOOK)
     for base in range(0, num_sequences, _SEQUENCES_PER_LOOK):
         sequence = base + lanes
         exists = sequence < num_sequences
         start = tl.load(starts + sequence, mask=exists, other=0)
-        begun = exists & (start // tokens_per_tile + sequence <= slot)
+        begun = exists & (start * heads // tokens_per_tile + sequence <= slot)
         num_begun += tl.sum(begun.to(tl.int32), 0)
     return num_begun - 1
 
@@ -72,7 +77,6 @@ def attend_tiles(
     has_sinks: tl.constexpr,
     has_ends: tl.constexpr,
     in_spans: tl.constexpr,
-    precision: tl.constexpr,
     codes: tl.constexpr,
 ):
     """Attend sequences of several queries, one tile and key-value head per program; grid (tile slots, K).
@@ -125,7 +129,7 @@ def attend_tiles(
                     span_top, span_total, span_out, query, positions, ends, key_pages, value_pages,
                     key_scales + head, value_scales + head, table,
                     span_begin, tl.minimum(span_end, common), page_stride, slot_stride,
-                    scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+                    scale, softcap, window, head_dim, page, chunk, has_window, has_cap,
                     codes, num_heads // group,
                     masked=False,
                 )  # fmt: skip
@@ -133,7 +137,7 @@ def attend_tiles(
                 span_top, span_total, span_out, query, positions, ends, key_pages, value_pages,
                 key_scales + head, value_scales + head, table,
                 tl.maximum(span_begin, common), span_end, page_stride, slot_stride,
-                scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+                scale, softcap, window, head_dim, page, chunk, has_window, has_cap,
                 codes, num_heads // group,
                 masked=True,
             )  # fmt: skip
@@ -146,7 +150,7 @@ def attend_tiles(
                 top, total, out, query, positions, ends, key_pages, value_pages,
                 key_scales + head, value_scales + head, table,
                 begin, common, page_stride, slot_stride,
-                scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+                scale, softcap, window, head_dim, page, chunk, has_window, has_cap,
                 codes, num_heads // group,
                 masked=False,
             )  # fmt: skip
@@ -154,7 +158,7 @@ def attend_tiles(
             top, total, out, query, positions, ends, key_pages, value_pages,
             key_scales + head, value_scales + head, table,
             common, end, page_stride, slot_stride,
-            scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+            scale, softcap, window, head_dim, page, chunk, has_window, has_cap,
             codes, num_heads // group,
             masked=True,
         )  # fmt: skip
@@ -199,7 +203,6 @@ def attend_spans(
     chunk: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
-    precision: tl.constexpr,
     codes: tl.constexpr,
 ):
     """Attend single queries over each span separately, to `partials` [B, H, num_spans, head_dim]; grid (B, K, any).
@@ -239,7 +242,7 @@ def attend_spans(
             key_scales + head, value_scales + head, table,
             tl.maximum(span_start(span), begin), tl.minimum(span_start(span + 1), context),
             page_stride, slot_stride,
-            scale, softcap, window, head_dim, page, chunk, has_window, has_cap, precision,
+            scale, softcap, window, head_dim, page, chunk, has_window, has_cap,
             codes, num_heads // group,
             masked=True,
         )  # fmt: skip

@@ -47,7 +47,7 @@ def tile_of(num_rows, num_outputs, rows: tl.constexpr, outputs: tl.constexpr):
 def dot(left, right, total):
     """`total` + `left` [m, k] @ `right` [k, n], in float32."""
     if _INTERPRETED:
-        # numpy's products of matrices take their sums in an order that follows from the shapes.
+        # numpy has no bfloat16, and the sums in its products depend on the shapes, on some CPUs on the row, too.
         pairs = left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :]
         total += tl.sum(pairs, 1)
     else:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
 from millrace_shard.kernels.cuda.triton_codes import INT8, numbers
+from millrace_shard.kernels.cuda.triton_linear import dot
 
 SHORT_SPAN = 256
 NUM_SHORT_SPANS = 32
@@ -24,6 +24,7 @@ NUM_MIDDLE_SPANS = 48
 """Up to 32768 keys there are 80 spans, so that a single query with one KV head occupies most of a GPU."""
 LONG_SPAN = 2048
 """Later spans are longer, which bounds the memory for partial results."""
+LOG2_E = 1.4426950408889634
 
 _SHORT_SPAN = tl.constexpr(SHORT_SPAN)
 _NUM_SHORT_SPANS = tl.constexpr(NUM_SHORT_SPANS)
@@ -31,17 +32,7 @@ _MIDDLE_SPAN = tl.constexpr(MIDDLE_SPAN)
 _NUM_MIDDLE_SPANS = tl.constexpr(NUM_MIDDLE_SPANS)
 _LONG_SPAN = tl.constexpr(LONG_SPAN)
 _INT8 = tl.constexpr(INT8)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-
-
-@triton.jit
-def dot(left, right, out, precision: tl.constexpr):
-    """`out + left @ right` in float32. Triton's interpreter multiplies float32, since numpy has no bfloat16."""
-    if _INTERPRETED:
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    return tl.dot(left, right, out, input_precision=precision)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -133,7 +124,6 @@ def visit(
     chunk: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
-    precision: tl.constexpr,
     codes: tl.constexpr,
     num_kv_heads: tl.constexpr,
     masked: tl.constexpr,
@@ -154,7 +144,7 @@ def visit(
         block = tl.load(table + (at + chunk) // page, mask=at + chunk < end, other=0)
         keys = _read(key_pages, row, known, head_dim, masked, codes, query.dtype)
         raw = tl.zeros([query.shape[0], chunk], tl.float32)
-        raw = dot(query, tl.trans(keys), raw, precision)
+        raw = dot(query, tl.trans(keys), raw)
         if codes == _INT8:
             raw = raw * tl.load(key_scales + scale_row, mask=known, other=0.0)[None, :]
         factor = scale * _LOG2_E
@@ -179,6 +169,6 @@ def visit(
                 values = (values.to(tl.float32) * of_values[:, None]).to(tl.float16)
             else:
                 weights = weights * of_values[None, :]
-        out = dot(weights.to(values.dtype), values, out * carried[:, None], precision)
+        out = dot(weights.to(values.dtype), values, out * carried[:, None])
         top = new_top
     return top, total, out

@@ -61,9 +61,11 @@ def most_stack(compiled: dict[str, Any]) -> int:
     """Bytes of registers per thread that may be spilled: none on Hopper by the tensor cores for usual heads.
 
     Linears over codes hold three sums of a tile, and spill more with the tile for many rows; attention over codes holds
-    their numbers.
+    their numbers. Prompts over latents hold 512 sums of each row.
     """
     is_coded = compiled["name"] in CODED or compiled.get("codes", 0) > 0
+    if compiled["name"].startswith("attend_latent"):
+        return 280
     if (compiled["capability"], compiled["dtype"]) not in TENSOR_CORES_OF_HOPPER:
         return 480 if is_coded else 400
     return 32 if is_coded or compiled.get("head_dim", 0) > USUAL_HEAD_DIM else 0
@@ -78,6 +80,7 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     assert {each["capability"] for each in compiled} == {80, 86, 89, 90, 100, 120}
     assert names >= {"choose", "group_pairs", "multiply_experts", "clamped_swiglu", "add_experts"}
     assert names >= {"convolve", "shift", "delta", "gated_norm", "scan", "scan_channels"}
+    assert names >= {"attend_latent_tiles", "attend_latent_spans", "multiply_heads"}
     assert [each for each in compiled if not each["fits"]] == []
     # On these there are int4, int8, e2m1 and e4m3, of which no code is converted as an integer; two divisions are.
     coded = [

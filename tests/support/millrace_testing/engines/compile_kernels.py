@@ -18,11 +18,14 @@ import torch
 import triton
 
 from millrace_shard.kernels.cuda import (
+    cuda_latents,
     grouped_experts,
     linear_tilings,
     triton_attention,
     triton_choice,
     triton_experts,
+    triton_heads,
+    triton_latents,
     triton_linear,
     triton_pages,
     triton_quantized,
@@ -61,6 +64,10 @@ GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 NO_RULE = (False, False, False)
 CODED_HEAD_DIMS = (64, 128, 256)
 """Those that KV in codes is compiled for."""
+LATENT_WIDTHS = (512, 64)
+"""Channels of latents and of rotated keys, of all published models."""
+LATENT_HEADS = (8, 16, 20, 32, 128)
+"""Of DeepSeek V3 on 16 and on 8 GPUs, GLM-4.7-Flash, Kimi Linear, and DeepSeek V3 as a whole."""
 HEAD_DIMS = (64, 72, 80, 96, 128, 160, 192, 256)
 CAPABILITIES = tuple(SHARED_BYTES)
 CODES: dict[str, tuple[int, int, int | None]] = {
@@ -110,7 +117,7 @@ def attention(
     group, head_dim = heads
     has_window, has_cap, has_sinks = rule
     constants: dict[str, Any] = {"num_heads": 4 * group, "group": group, "head_dim": head_dim}
-    constants |= {"has_window": has_window, "has_cap": has_cap, "page": 16, "precision": "ieee"}
+    constants |= {"has_window": has_window, "has_cap": has_cap, "page": 16}
     constants["codes"] = codes
 
     def fitted(tiling: Tiling) -> dict[str, Any]:
@@ -125,6 +132,34 @@ def attention(
     ends: dict[str, Any] = {"has_sinks": has_sinks, "has_ends": has_ends}
     yield compile_kernel(prompts, dtype, capability, in_spans=fixed, **ends, **constants, **tiles)
     yield compile_kernel(singles, dtype, capability, **constants, **spans)
+
+
+def latents(
+    num_heads: int, dtype: torch.dtype, capability: int, *, fixed: bool
+) -> Iterator[Compiled]:
+    """Compile attention over latents of prompts, then of single queries, as `PagedLatentAttention` launches it."""
+    widths = LATENT_WIDTHS
+    constants: dict[str, Any] = {"num_heads": num_heads, "page": 16}
+    constants |= {"latent_dim": widths[0], "rope_dim": widths[1]}
+    memory = SharedMemory(SHARED_BYTES[capability], divmod(capability, 10))
+
+    def fitted(tiling: Tiling) -> dict[str, Any]:
+        return dataclasses.asdict(cuda_latents.fitted(tiling, widths, dtype, memory))
+
+    usual = cuda_latents.fixed_tiling(dtype)
+    tiles = fitted(usual if fixed else cuda_latents.tile_tiling(dtype))
+    spans = fitted(usual if fixed else cuda_latents.span_tiling(dtype, num_heads))
+    prompts, singles = triton_latents.attend_latent_tiles, triton_latents.attend_latent_spans
+    yield compile_kernel(prompts, dtype, capability, in_spans=fixed, **constants, **tiles)
+    yield compile_kernel(singles, dtype, capability, **constants, **spans)
+
+
+def linears_of_heads(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
+    """Compile the linear of each head with each tile of rows."""
+    tilings = (*linear_tilings.TENSOR_CORES, linear_tilings.PROMPTS)
+    for tiling in (linear_tilings.FLOAT32,) if dtype == FP32 else tilings:
+        facts = {"whole_blocks": True, **dataclasses.asdict(tiling)}
+        yield compile_kernel(triton_heads.multiply_heads, dtype, capability, **facts)
 
 
 def linear(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
@@ -367,6 +402,10 @@ def a_few() -> Iterator[Compiled]:
         yield from codes(BF16, capability, (format_,))
     for capability in (80, 120):
         yield from codes(BF16, capability, ("fp4",))
+    for capability, dtype, fixed in itertools.product(CAPABILITIES, (BF16, FP32), (False, True)):
+        if dtype == BF16 or capability == 86:
+            yield from latents(16, dtype, capability, fixed=fixed)
+    yield from linears_of_heads(BF16, 90)
 
 
 def served_attention() -> Iterator[tuple[torch.dtype, int, int, tuple[bool, bool, bool], int]]:
@@ -395,6 +434,8 @@ def served(
     for capability, dtype in itertools.islice(dtypes, first, None, step):
         for compiled in linear(dtype, capability):
             yield {"dtype": str(dtype)}, compiled
+        for compiled in linears_of_heads(dtype, capability):
+            yield {"dtype": str(dtype)}, compiled
         for compiled in codes(dtype, capability):
             yield {"dtype": str(dtype)}, compiled
         for compiled in (*adapters(dtype, capability), *experts(dtype, capability)):
@@ -407,6 +448,10 @@ def served(
         heads = group, head_dim
         for compiled in attention(heads, dtype, capability, fixed=fixed, rule=rule, codes=kind):
             yield case | {"fixed": fixed}, compiled
+    over_latents = itertools.product(capabilities, (BF16, FP16, FP32), LATENT_HEADS, (True, False))
+    for capability, dtype, num_heads, fixed in itertools.islice(over_latents, first, None, step):
+        for compiled in latents(num_heads, dtype, capability, fixed=fixed):
+            yield {"dtype": str(dtype), "heads": num_heads, "fixed": fixed}, compiled
 
 
 def main() -> None:
