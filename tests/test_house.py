@@ -37,6 +37,7 @@ TABLES = {
 KERNELS = {
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_tiles",
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_spans",
+    "shard/millrace_shard/kernels/cuda/triton_heads.py: store_latents",
     "shard/millrace_shard/kernels/cuda/triton_latents.py: _visit",
     "shard/millrace_shard/kernels/cuda/triton_latents.py: attend_latent_tiles",
     "shard/millrace_shard/kernels/cuda/triton_latents.py: attend_latent_spans",

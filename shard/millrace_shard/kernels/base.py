@@ -297,6 +297,22 @@ class Kernels(Protocol):
         Returns None, and changes nothing, if these kernels have no operator for them.
         """
 
+    def prepare_latents(
+        self,
+        heads: Tensor,
+        queries: Tensor,
+        shared: Tensor,
+        norm: NormWeights,
+        rotation: Rotation | None,
+        batch: RaggedBatch,
+        cache: LayerCache,
+    ) -> None:
+        """Write rotated `queries` [T, num_heads, rope_dim] to `heads`; store the normalised latent and rotated key.
+
+        `heads` is [T, num_heads + 1, latent_dim + rope_dim]: queries whose first `latent_dim` channels are there, and
+        working memory. `shared` [T, latent_dim + rope_dim] has the latent and the key.
+        """
+
     def rope_store(
         self,
         qkv: Tensor,
@@ -401,3 +417,21 @@ class Kernels(Protocol):
 def window_reach(kernels: Kernels, window: int) -> int:
     """Positions before a query's own in blocks that attention with this window may read, masked ones included."""
     return window - 1 + max(0, kernels.key_tile - kernels.block_size)
+
+
+def normalised(kernels: Kernels, x: Tensor, norm: NormWeights | None) -> Tensor:
+    """The norm of `x` [T, hidden]; `x` itself without a norm."""
+    if norm is None:
+        return x
+    return kernels.norm(x, norm)
+
+
+def added_and_normalised(
+    kernels: Kernels, x: Tensor | None, residual: Tensor, norm: NormWeights | None
+) -> Tensor:
+    """`residual += x` in place, if there is an `x`, then its norm; all [T, hidden]."""
+    if x is not None and norm is not None:
+        return kernels.add_norm(x, residual, norm)
+    if x is not None:
+        residual += x
+    return normalised(kernels, residual, norm)

@@ -24,6 +24,8 @@ from millrace_shard.kernels.base import (
     Linear,
     MlpBlock,
     Reduce,
+    added_and_normalised,
+    normalised,
 )
 from millrace_shard.kernels.delta_rule import delta_rule
 from millrace_shard.kernels.elementwise import elementwise
@@ -33,6 +35,7 @@ from millrace_shard.kernels.expert_weights import (
     SharedExpertWeights,
 )
 from millrace_shard.kernels.head_preparation import POSITION_CHANNELS, HeadPreparation
+from millrace_shard.kernels.latent_blocks import HeadByHead, LatentAttention
 from millrace_shard.kernels.layer_weights import (
     AttentionWeights,
     HeadNorms,
@@ -50,24 +53,6 @@ from millrace_shard.kernels.mamba2 import causal_conv, mamba1, mamba2
 from millrace_shard.kernels.plain_attention import attend_whole
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.scores import SamplingKernels
-
-
-def normalised(kernels: Kernels, x: Tensor, norm: NormWeights | None) -> Tensor:
-    """The norm of `x` [T, hidden]; `x` itself without a norm."""
-    if norm is None:
-        return x
-    return kernels.norm(x, norm)
-
-
-def added_and_normalised(
-    kernels: Kernels, x: Tensor | None, residual: Tensor, norm: NormWeights | None
-) -> Tensor:
-    """`residual += x` in place, if there is an `x`, then its norm; all [T, hidden]."""
-    if x is not None and norm is not None:
-        return kernels.add_norm(x, residual, norm)
-    if x is not None:
-        residual += x
-    return normalised(kernels, residual, norm)
 
 
 class ComposedExperts:
@@ -193,6 +178,27 @@ class ComposedBlocks:
         """A linear for each head, one after the other."""
         return HeadByHead([self.linear(each.contiguous()) for each in weight])
 
+    def prepare_latents(
+        self: Kernels,
+        heads: Tensor,
+        queries: Tensor,
+        shared: Tensor,
+        norm: NormWeights,
+        rotation: Rotation | None,
+        batch: RaggedBatch,
+        cache: LayerCache,
+    ) -> None:
+        """In plain torch, with the key as if it were one more head."""
+        assert cache.latent_dim is not None
+        to_latent, to_key = torch.tensor_split(heads, [cache.latent_dim], dim=2)
+        latent, key = torch.tensor_split(shared, [cache.latent_dim], dim=1)
+        to_latent[:, -1] = self.norm(latent, norm)
+        to_key[:, :-1] = queries
+        to_key[:, -1] = key
+        if rotation is not None:
+            rotation.apply(to_key, batch.positions)
+        self.store(heads[:, -1:], heads[:, -1:], batch, cache)
+
     def mlp(self: Kernels, weights: MlpWeights) -> MlpBlock:
         """The second half of a layer, of single operators."""
         return ComposedMlp(self, weights)
@@ -263,7 +269,7 @@ class ComposedAttention:
         self._out = kernels.linear_from(weights.out)
         out = weights.out.weight
         self._new = partial(torch.zeros, dtype=out.dtype, device=out.device)
-        self._hidden_size = out.shape[0]
+        self._hidden_size, self.attended_width = out.shape
         self._scale, self._window, self._softcap = weights.scale, weights.window, weights.softcap
         self._sinks, self._chunks = weights.sinks, weights.chunks
         self._position_channels = 0 if weights.slopes is None else POSITION_CHANNELS
@@ -330,73 +336,6 @@ class ComposedAttention:
     def output(self, attended: Tensor) -> Tensor:
         """The output projection: [T, hidden]."""
         return self._out(attended)
-
-
-class HeadByHead:
-    """A linear for each head, each with a call."""
-
-    def __init__(self, linears: Sequence[Linear]) -> None:
-        self._linears = linears
-
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Write the results of `x` [T, heads, in] to `out` [T, heads, out]."""
-        for linear, inputs, results in zip(self._linears, x.unbind(1), out.unbind(1), strict=True):
-            results.copy_(linear(inputs))
-
-
-class LatentAttention:
-    """Attention over latents (MLA) as single operators.
-
-    Queries and the key of a token are prepared in one tensor, the key as if it were the last head.
-    """
-
-    def __init__(self, kernels: Kernels, weights: LatentWeights) -> None:
-        self._kernels = kernels
-        self._norm = weights.norm
-        self._first = kernels.linear_from(weights.first)
-        self._queries_norm = weights.queries_norm
-        self._queries = None if weights.queries is None else kernels.linear_from(weights.queries)
-        self._latent_norm = weights.latent_norm
-        self._num_heads, self._latent_dim, self._key_dim = weights.keys.shape
-        self._rope_dim, self._value_dim = weights.rope_dim, weights.values.shape[1]
-        self._keys = kernels.heads_linear(weights.keys)
-        self._values = kernels.heads_linear(weights.values)
-        self._out = kernels.linear_from(weights.out)
-        self._rotation, self._scale = weights.rotation, weights.scale
-
-    def __call__(
-        self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
-    ) -> Tensor:
-        """[T, hidden]; `residual` is changed in place."""
-        kernels = self._kernels
-        normed = added_and_normalised(kernels, x, residual, self._norm)
-        queries = self._prepared(normed, batch, cache)
-        sums = kernels.attend(queries, batch, cache, scale=self._scale)
-        attended = sums.new_empty(len(sums), self._num_heads, self._value_dim)
-        self._values(sums.view(len(sums), self._num_heads, -1), attended)
-        return self._out(attended.flatten(1))
-
-    def _prepared(self, normed: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
-        """The queries [T, num_heads, latent_dim + rope_dim] of `normed` [T, hidden]; stores the latents."""
-        kernels, latent_dim = self._kernels, self._latent_dim
-        first = self._first(normed)
-        shared = latent_dim + self._rope_dim
-        queries, latent, key = torch.split(
-            first, [first.shape[1] - shared, latent_dim, self._rope_dim], dim=1
-        )
-        if self._queries is not None:
-            queries = self._queries(normalised(kernels, queries, self._queries_norm))
-        by_head = queries.view(len(first), self._num_heads, -1)
-        heads = first.new_empty(len(first), self._num_heads + 1, shared)
-        own, to_latent, to_key = heads[:, :-1], heads[:, :, :latent_dim], heads[:, :, latent_dim:]
-        self._keys(by_head[..., : self._key_dim], to_latent[:, :-1])
-        to_latent[:, -1] = normalised(kernels, latent, self._latent_norm)
-        to_key[:, :-1] = by_head[..., self._key_dim :]
-        to_key[:, -1] = key
-        if self._rotation is not None:
-            self._rotation.apply(to_key, batch.positions)
-        kernels.store(heads[:, -1:], heads[:, -1:], batch, cache)
-        return own
 
 
 class ComposedMlp:

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels.base import AttentionBlock, Kernels, LayerCache
+from millrace_shard.kernels.base import AttentionBlock, Kernels, LayerCache, added_and_normalised
 from millrace_shard.kernels.delta_rule import DeltaHeads, DeltaInputs
 from millrace_shard.kernels.elementwise import elementwise
-from millrace_shard.kernels.layer_blocks import added_and_normalised
 from millrace_shard.kernels.layer_weights import LinearWeights, NormWeights
 from millrace_shard.kernels.mamba2 import ConvWeights, Mamba1Channels, Mamba2Heads
 from millrace_shard.kernels.ragged import RaggedBatch

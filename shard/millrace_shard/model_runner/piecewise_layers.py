@@ -18,6 +18,7 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Reduce
+from millrace_shard.kernels.latent_blocks import LatentAttention
 from millrace_shard.kernels.layer_blocks import ComposedAttention
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
@@ -31,6 +32,8 @@ TOKEN_COUNTS = (512, 256, 128, 64)
 LARGE_TOKEN_COUNTS = (2048, 1024)
 """Those that are captured, too, if the launches of such a step outlast its computation, as with small models."""
 
+PieceAttention = ComposedAttention | LatentAttention
+
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
@@ -43,7 +46,7 @@ class _Buffers:
     queries: Tensor
     """[T, num_heads, head_dim] of the next attention."""
     attended: Tensor
-    """[T, num_heads * head_dim], the result of the last attention."""
+    """[T, attended_width], the result of the last attention."""
     padding_rows: Tensor
     """[groups, 1] int64, the cache row of padding in each group."""
 
@@ -51,7 +54,7 @@ class _Buffers:
     def allocate(
         cls,
         num_tokens: int,
-        attention: ComposedAttention,
+        attention: PieceAttention,
         cache: LayerCache,
         padding_rows: Sequence[int],
     ) -> _Buffers:
@@ -63,7 +66,7 @@ class _Buffers:
         )
         columns[1:] = padding
         queries = attention.queries(None, residual, _tokens(columns, cache.group), cache)
-        attended = queries.new_zeros(num_tokens, queries[0].numel())
+        attended = queries.new_zeros(num_tokens, attention.attended_width)
         return cls(residual, columns, queries.new_zeros(queries.shape), attended, padding)
 
     def load(self, residual: Tensor, batch: RaggedBatch, size: int) -> None:
@@ -77,11 +80,11 @@ class _Buffers:
 
 
 class PiecewiseLayers:
-    """Layers with a ComposedAttention. A step for which there are no pieces runs through `eager`."""
+    """Layers with a PieceAttention. A step for which there are no pieces runs through `eager`."""
 
     def __init__(self, layers: Sequence[Layer], reduce: Reduce | None, eager: Layers) -> None:
         self._attentions = [
-            layer.attention for layer in layers if isinstance(layer.attention, ComposedAttention)
+            layer.attention for layer in layers if isinstance(layer.attention, PieceAttention)
         ]
         self._layers = layers
         self._reduce = reduce or _as_it_is
@@ -173,7 +176,7 @@ def with_pieces(
 
     def make(layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
         eager = kernels.layers(layers, reduce)
-        if not all(isinstance(layer.attention, ComposedAttention) for layer in layers):
+        if not all(isinstance(layer.attention, PieceAttention) for layer in layers):
             return eager
         made.append(PiecewiseLayers(layers, reduce, eager))
         return made[0]

@@ -12,9 +12,16 @@ from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.pulse import PULSE
-from millrace_shard.kernels.base import Kernels, Layer, LayerCache, LayerEnd, Layers, Reduce
+from millrace_shard.kernels.base import (
+    Kernels,
+    Layer,
+    LayerCache,
+    LayerEnd,
+    Layers,
+    Reduce,
+    added_and_normalised,
+)
 from millrace_shard.kernels.elementwise import elementwise
-from millrace_shard.kernels.layer_blocks import added_and_normalised
 from millrace_shard.kernels.lora.adapter_table import AdapterRows, AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch, ReplacedRows
 from millrace_shard.models.interface import KVGeometry, KVLayer, MakeLayers, ModelInfo

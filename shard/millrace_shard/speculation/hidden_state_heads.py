@@ -22,8 +22,15 @@ from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step_layout import DraftTokens, StepLayout, StepRows, spread
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError
-from millrace_shard.kernels.base import Kernels, Layer, LayerCache, Layers, Linear, Reduce
-from millrace_shard.kernels.layer_blocks import normalised
+from millrace_shard.kernels.base import (
+    Kernels,
+    Layer,
+    LayerCache,
+    Layers,
+    Linear,
+    Reduce,
+    normalised,
+)
 from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.decoder import Decoder, embedded

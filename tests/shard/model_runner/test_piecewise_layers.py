@@ -34,7 +34,7 @@ from millrace_shard.models.interface import CausalModel
 from millrace_testing.engines.graphs import Recorder, out_of_memory
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.steps import NUM_BLOCKS, SAMPLING, Stepper, beside, ints, tiny_llama
-from millrace_testing.models.models import prompt_of
+from millrace_testing.models.models import prompt_of, read_model, save_tiny
 
 TOKEN_COUNTS = (16, 8)
 NUM_PIECES = 3
@@ -249,6 +249,15 @@ def test_layers_of_another_kind_have_no_pieces(tmp_path: Path) -> None:
     result = with_pieces(model, kernels, sequences.cache, sequences.batch, settings, single)
     assert result is model
     assert recorder.recordings == []
+
+
+def test_layers_over_latents_have_pieces_of_the_same_bits(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "glm4_moe_lite", num_hidden_layers=2)
+    kernels = make_kernels("plain", deterministic=True)
+    setup = read_model(tmp_path, kernels), kernels
+    recorder = Recorder()
+    check_same(play(stepper(setup, recorder)), play(stepper(setup)), tolerance=0.0)
+    assert recorder.replays() == {8: 3, 16: 1}
 
 
 def test_the_kernels_of_cuda_yield_the_same_bits_in_pieces(tmp_path: Path) -> None:

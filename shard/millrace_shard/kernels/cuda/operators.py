@@ -16,6 +16,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import Experts, HeadsLinear, LayerCache, Linear
 from millrace_shard.kernels.cuda import (
+    triton_heads,
     triton_penalties,
     triton_rope,
     triton_rows,
@@ -30,7 +31,6 @@ from millrace_shard.kernels.cuda.cuda_latents import (
 )
 from millrace_shard.kernels.cuda.grouped_experts import GroupedExperts
 from millrace_shard.kernels.cuda.quantized_linear import has_codes, linear_of_parts
-from millrace_shard.kernels.cuda.triton_heads import LinearOfHeads
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.varlen_attention import VarlenAttention
 from millrace_shard.kernels.expert_weights import ExpertsWeights
@@ -116,7 +116,7 @@ class CudaKernels(ComposedBlocks):
 
     def heads_linear(self, weight: Tensor) -> HeadsLinear:
         """A linear for each head, all in one launch."""
-        return LinearOfHeads(weight)
+        return triton_heads.LinearOfHeads(weight)
 
     def linear_from(self, weights: LinearWeights) -> Linear:
         """A linear over a copy of the weight, whose codes stay packed, with its adapters."""
@@ -233,6 +233,21 @@ class CudaKernels(ComposedBlocks):
             norms,
             interleaved=rotation.interleaved,
         )
+
+    def prepare_latents(
+        self,
+        heads: Tensor,
+        queries: Tensor,
+        shared: Tensor,
+        norm: NormWeights,
+        rotation: Rotation | None,
+        batch: RaggedBatch,
+        cache: LayerCache,
+    ) -> None:
+        """In one launch, unless the norm is centred or has a bias."""
+        has_kernel = triton_heads.has_kernel(norm, rotation, queries.shape[2])
+        prepare = triton_heads.prepare_latents if has_kernel else super().prepare_latents
+        prepare(heads, queries, shared, norm, rotation, batch, cache)
 
     def rope_store(
         self,

@@ -99,7 +99,7 @@ def _store_heads(
 
 
 @triton.jit
-def _rotated(left, right, cos, sin):
+def rotated(left, right, cos, sin):
     """The rotated channels of pairs, in their dtype."""
     wide_left = left.to(tl.float32)
     wide_right = right.to(tl.float32)
@@ -171,7 +171,7 @@ def _rope_store(
         channel, apart, left, right, known, last, rest, within, has_rest, codes,
     )  # fmt: skip
     if after_rope:
-        left, right = _rotated(left, right, cos, sin)
+        left, right = rotated(left, right, cos, sin)
     if has_norms:
         total = _squares(left) + _squares(right)
         if has_rest:
@@ -193,7 +193,7 @@ def _rope_store(
             wide,
         )
     if not after_rope:
-        left, right = _rotated(left, right, cos, sin)
+        left, right = rotated(left, right, cos, sin)
     _store_pairs(source, channel, apart, left, right, is_query[:, None] & inside)
     if has_rest and has_norms:
         rest = _normalise(

@@ -80,7 +80,12 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     assert {each["capability"] for each in compiled} == {80, 86, 89, 90, 100, 120}
     assert names >= {"choose", "group_pairs", "multiply_experts", "clamped_swiglu", "add_experts"}
     assert names >= {"convolve", "shift", "delta", "gated_norm", "scan", "scan_channels"}
-    assert names >= {"attend_latent_tiles", "attend_latent_spans", "multiply_heads"}
+    assert names >= {
+        "attend_latent_tiles",
+        "attend_latent_spans",
+        "multiply_heads",
+        "store_latents",
+    }
     assert [each for each in compiled if not each["fits"]] == []
     # On these there are int4, int8, e2m1 and e4m3, of which no code is converted as an integer; two divisions are.
     coded = [

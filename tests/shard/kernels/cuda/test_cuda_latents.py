@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from millrace_shard.kernels.cuda.cuda_attention import SharedMemory
 from millrace_shard.kernels.cuda.operators import CudaKernels
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import NormWeights, Rotation
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_testing.router.pages import Span
@@ -191,6 +193,41 @@ def test_linears_of_heads_match_float64_whatever_the_rows(
     one = torch.empty(1, 3, 50, dtype=dtype, device=DEVICE)
     linear(x[-1:, :3], one)
     assert torch.equal(one[0], out[-1, 1:, :50])
+
+
+@pytest.mark.parametrize(
+    ("rotary", "interleaved", "norm"),
+    [
+        (16, True, {}),
+        (16, False, {"plus_one": True, "wide": True}),
+        (None, False, {}),
+        (8, True, {}),
+    ],
+    ids=["pairs", "halves", "no-positions", "partly"],
+)
+def test_latents_and_rotated_keys_are_those_of_plain_torch(
+    rotary: int | None, interleaved: bool, norm: dict[str, Any]
+) -> None:
+    cuda, plain = CudaKernels(deterministic=True), PlainKernels(deterministic=True)
+    generator = torch.Generator().manual_seed(3)
+    heads, queries, shared, weight, rope = (
+        torch.randn(*shape, generator=generator).to(DEVICE)
+        for shape in ((6, 4, 48), (6, 3, 24), (6, 60), (32,), (40, rotary or 2))
+    )
+    batch = ragged_batch((5, 1), (20, 33), block_size=16, device=DEVICE)
+    rotation = None if rotary is None else Rotation(table=rope, interleaved=interleaved)
+    norms = NormWeights(weight=weight, eps=1e-5, **norm)
+    results = []
+    for kernels in (cuda, plain):
+        latents = Latents.random(3, (32, 16), contexts=(20, 33))
+        mine = heads.clone()
+        tensors = mine, queries[..., 8:], shared[:, 12:], norms
+        kernels.prepare_latents(*tensors, rotation, batch, latents.cache)
+        results.append((mine[:, :-1], latents.cache.keys.view(-1, 48)[batch.cache_rows]))
+    (ours, our_keys), (theirs, their_keys) = results
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(our_keys, their_keys, atol=1e-6, rtol=1e-6)
+    assert torch.equal(ours[..., :32], heads[:, :-1, :32])
 
 
 @pytest.mark.parametrize("num_bytes", [101376, 166912, 232448])

@@ -155,11 +155,15 @@ def latents(
 
 
 def linears_of_heads(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
-    """Compile the linear of each head with each tile of rows."""
+    """Compile the linear of each head with each tile of rows, and the storage of latents."""
     tilings = (*linear_tilings.TENSOR_CORES, linear_tilings.PROMPTS)
     for tiling in (linear_tilings.FLOAT32,) if dtype == FP32 else tilings:
         facts = {"whole_blocks": True, **dataclasses.asdict(tiling)}
         yield compile_kernel(triton_heads.multiply_heads, dtype, capability, **facts)
+    widths = {"num_heads": 20, "latent_dim": LATENT_WIDTHS[0], "rope_dim": LATENT_WIDTHS[1]}
+    norm = {"plus_one": False, "wide": False, "rotates": True, "interleaved": True}
+    store: dict[str, Any] = {**widths, **norm, "num_warps": 4}
+    yield compile_kernel(triton_heads.store_latents, dtype, capability, **store)
 
 
 def linear(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
