@@ -321,9 +321,6 @@ def _usable(graphs: GraphSettings | None, loaded: LoadedModel) -> GraphSettings 
         logger.warning("running without CUDA graphs, which plain torch kernels do not support")
         return None
     info = loaded.model.info
-    if loaded.speculation is not None and loaded.speculation.head is not None:
-        logger.warning("running without CUDA graphs, which leave no hidden states for a head")
-        return None
     if not info.capturable:
         logger.warning(
             "running without CUDA graphs, which have not been tested with the class of %s",

@@ -29,6 +29,7 @@ from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSe
 from millrace_shard.model_runner.token_graphs import NUM_INPUTS, Choice, TokenGraphs
 from millrace_shard.model_runner.trial_sequence import TrialSequence, trial_sequence
 from millrace_shard.models.interface import CausalModel
+from millrace_shard.speculation.hidden_state_heads import TappedModel
 
 KIND = "CUDA graphs of decodes"
 OTHERS_PER_ROW = 8
@@ -65,6 +66,11 @@ class DecodeGraphs:
         self._kernels = kernels
         self._cache = cache
         self._batch = batch
+        self._tapped = model if isinstance(model, TappedModel) else None
+        self._states: Tensor | None = None
+        """The hidden states of the last replay, if a head reads them."""
+        if self._tapped is not None:
+            self._states = self._tapped.new_states(batch.limits.max_batch_size)
         device = batch.device
         self._rows = torch.arange(batch.limits.max_batch_size + 1, device=device)
         self._starts = self._rows.to(torch.int32)
@@ -124,11 +130,15 @@ class DecodeGraphs:
     def logits(self, num_rows: int, adapters: AdapterRows | None) -> Tensor:
         """Replay for the `num_rows` rows of the last upload, which have `adapters`: [rows, vocab] float32.
 
-        The logits are valid until the next replay, and the caller may overwrite them.
+        The logits are valid until the next replay, and the caller may overwrite them. A TappedModel keeps the states.
         """
         if adapters is not None:
-            return self._adapters.replay(self._size(num_rows), adapters)[:num_rows]
-        return self._bucket(num_rows).captured.replay()[:num_rows]
+            logits = self._adapters.replay(self._size(num_rows), adapters)
+        else:
+            logits = self._bucket(num_rows).captured.replay()
+        if self._tapped is not None and self._states is not None:
+            self._tapped.keep(self._states[:num_rows])
+        return logits[:num_rows]
 
     def tokens(self, choice: Choice, num_rows: int) -> Tensor | None:
         """Choose and store tokens from the logits of the last replay, see TokenGraphs.replay."""
@@ -176,10 +186,14 @@ class DecodeGraphs:
         """Raise RuntimeError if a replay differs from the eager pass over other tables and contexts than captured."""
         slots, positions = trial.rows(inputs.shape[1])
         eager = self._model.forward(self._batch.ragged_decodes(slots, positions), self._cache)
+        states = None if self._tapped is None else self._tapped.take()
         columns = DecodeColumns(slots, positions, np.zeros_like(slots))
         upload_into(inputs, self._padded(columns, len(slots)))
         replayed = captured.replay()
         check_equal(replayed, eager, deterministic=self._kernels.deterministic)
+        if self._states is not None and states is not None:
+            own = self._states[: len(slots)]
+            check_equal(own, states, deterministic=self._kernels.deterministic)
 
     def _forward(self, inputs: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """The recorded work: from the slots and positions of the rows to their logits."""
@@ -205,4 +219,8 @@ class DecodeGraphs:
             num_context=(tables.shape[1] * block_size,) * size,
             adapters=adapters,
         )
-        return self._model.forward(with_windows(ragged, windows), self._cache)
+        logits = self._model.forward(with_windows(ragged, windows), self._cache)
+        taken = None if self._tapped is None else self._tapped.take()
+        if self._states is not None and taken is not None:
+            self._states[:size] = taken
+        return logits

@@ -24,7 +24,8 @@ from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
 from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
 from millrace_shard.model_runner.trial_sequence import trial_sequence
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.interface import CausalModel, MakeLayers
+from millrace_shard.speculation.hidden_state_heads import TappedModel
 
 KIND = "CUDA graphs between attentions"
 TOKEN_COUNTS = (512, 256, 128, 64)
@@ -82,13 +83,20 @@ class _Buffers:
 class PiecewiseLayers:
     """Layers with a PieceAttention. A step for which there are no pieces runs through `eager`."""
 
-    def __init__(self, layers: Sequence[Layer], reduce: Reduce | None, eager: Layers) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        reduce: Reduce | None,
+        eager: Layers,
+        tapped: TappedModel | None = None,
+    ) -> None:
+        """A head reads hidden states of the `tapped` model."""
         self._attentions = [
             layer.attention for layer in layers if isinstance(layer.attention, PieceAttention)
         ]
         self._layers = layers
         self._reduce = reduce or _as_it_is
-        self._eager = eager
+        self._eager, self._tapped = eager, tapped
         self._caches: Sequence[LayerCache] = ()
         self._pieces: dict[int, list[Captured]] = {}
         """By number of tokens, ascending."""
@@ -150,13 +158,23 @@ class PiecewiseLayers:
         buffers, size = self._buffers, counts[index]
         buffers.load(residual, batch, size)
         *pieces, last = self._pieces[size]
-        for piece, attention, cache in zip(pieces, self._attentions, caches, strict=True):
+        taps = () if self._tapped is None else self._tapped.taps
+        copies: dict[int, Tensor] = {}
+        for index, (piece, attention, cache) in enumerate(
+            zip(pieces, self._attentions, caches, strict=True)
+        ):
             piece.replay()
+            if index in taps:
+                # A piece begins with the sum of the layers before it.
+                copies[index] = buffers.residual[:count].clone()
             group = batch.of_group(cache.group)
             buffers.attended[:count] = attention.attend(buffers.queries[:count], group, cache)
-        x = last.replay()
+        x = last.replay()[:count]
         residual.copy_(buffers.residual[:count])
-        return x[:count]
+        if self._tapped is not None:
+            copies[len(pieces)] = residual + x
+            self._tapped.keep(torch.cat([copies[tap] for tap in taps], dim=1))
+        return x
 
 
 def with_pieces(
@@ -173,12 +191,14 @@ def with_pieces(
     and any error of the eager pass.
     """
     made: list[PiecewiseLayers] = []
+    tapped = model if isinstance(model, TappedModel) else None
+    combined: MakeLayers = kernels.layers if tapped is None else tapped.tapped_layers
 
     def make(layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        eager = kernels.layers(layers, reduce)
+        eager = combined(layers, reduce)
         if not all(isinstance(layer.attention, PieceAttention) for layer in layers):
             return eager
-        made.append(PiecewiseLayers(layers, reduce, eager))
+        made.append(PiecewiseLayers(layers, reduce, eager, tapped))
         return made[0]
 
     piecewise = model.with_layers(make)
@@ -197,14 +217,21 @@ def with_pieces(
         def compare(size: int, captured: list[Captured]) -> None:
             tokens = trial.last(size - 1, batch)
             layers.use({size: captured})
-            replayed = piecewise.states(tokens, cache)
+            replayed = _with_kept(tapped, piecewise.states(tokens, cache))
             layers.use({})
-            eager = model.states(tokens, cache)
-            check_equal(replayed, eager, deterministic=kernels.deterministic)
+            eager = _with_kept(tapped, model.states(tokens, cache))
+            for ours, theirs in zip(replayed, eager, strict=True):
+                check_equal(ours, theirs, deterministic=kernels.deterministic)
 
         run = CaptureRun(KIND, settings, group, batch.device)
         layers.use(run.capture(counts, partial(layers.candidate, compare)))
     return piecewise
+
+
+def _with_kept(tapped: TappedModel | None, states: Tensor) -> list[Tensor]:
+    """`states` and what the last pass kept for a head, if there is one."""
+    kept = None if tapped is None else tapped.take()
+    return [states] if kept is None else [states, kept]
 
 
 def _bound_by_launches(

@@ -177,7 +177,7 @@ class StepRunner:
         tokens = None
         if sampled is not None:
             tokens = self._tokens_of(layout, sampled, watch, plan.drafts, constraints)
-        if self._proposer is not None and inputs.ragged is not None:
+        if self._proposer is not None:
             self._proposer.advance(layout, inputs.ragged)
         launched = LaunchedStep(
             watch,

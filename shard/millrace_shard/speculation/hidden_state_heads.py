@@ -9,6 +9,8 @@ followed it in another sequence, which costs at most a draft.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import closing
 
@@ -50,15 +52,19 @@ class TappedLayers:
     """
 
     def __init__(
-        self, kernels: Kernels, layers: Many[Layer], reduce: Reduce | None, taps: Many[int]
+        self,
+        kernels: Kernels,
+        layers: Many[Layer],
+        reduce: Reduce | None,
+        taps: Many[int],
+        keep: Callable[[Tensor], None],
     ) -> None:
-        """`taps` are numbers of layers after which a copy is kept; those past the last layer count as it."""
-        self._taps = [min(tap, len(layers)) for tap in taps]
-        ends = sorted({*self._taps, len(layers)} - {0})
+        """Copies are kept after each number of layers in `taps`; `keep` gets them all, [T, taps * hidden]."""
+        self._taps, self._keep = taps, keep
+        ends = sorted({*taps, len(layers)} - {0})
         self._runs: list[tuple[slice, Layers]] = []
         for start, end in zip([0, *ends], ends, strict=False):
             self._runs.append((slice(start, end), kernels.layers(layers[start:end], reduce)))
-        self._kept: Tensor | None = None
 
     def __call__(self, residual: Tensor, batch: RaggedBatch, caches: Many[LayerCache]) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""
@@ -73,33 +79,38 @@ class TappedLayers:
         last = self._runs[-1][0].stop
         if last in self._taps:
             copies[last] = residual + x
-        self._kept = torch.cat([copies[tap] for tap in self._taps], dim=1)
+        self._keep(torch.cat([copies[tap] for tap in self._taps], dim=1))
         return x
-
-    def take(self) -> Tensor | None:
-        """The copies [T, taps * hidden] of the last call, once."""
-        kept, self._kept = self._kept, None
-        return kept
 
 
 class TappedModel:
     """A decoder as a CausalModel that keeps hidden states for a head."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, taps: tuple[int, ...]) -> None:
+        """`taps` are numbers of layers after which states are kept; those past the last layer count as it."""
         self.info = decoder.info
         self.geometry = decoder.geometry
-        self._whole, self._kernels, self._taps = decoder, kernels, taps
-        self._made: list[TappedLayers] = []
-        self.decoder = decoder.with_layers(self._tapped)
+        self._whole, self._kernels, self._all_taps = decoder, kernels, taps
+        self.taps = tuple(min(tap, len(decoder.geometry.layers)) for tap in taps)
+        self._kept: list[Tensor] = []
+        """The states of the last pass, if they were not taken; models over other layers have the same list."""
+        self.decoder = decoder.with_layers(self.tapped_layers)
 
-    def _tapped(self, layers: Many[Layer], reduce: Reduce | None) -> Layers:
-        self._made.append(TappedLayers(self._kernels, layers, reduce, self._taps))
-        return self._made[-1]
+    def tapped_layers(self, layers: Many[Layer], reduce: Reduce | None) -> TappedLayers:
+        """All layers, which keep states for `take`."""
+        return TappedLayers(self._kernels, layers, reduce, self.taps, self.keep)
+
+    def new_states(self, count: int) -> Tensor:
+        """Zeros [count, taps * hidden] in the dtype of the model."""
+        return self._whole.embedding.new_zeros(count, len(self.taps) * self.info.hidden_size)
+
+    def keep(self, states: Tensor) -> None:
+        """Keep the hidden states [T, taps * hidden] of a pass, in place of earlier ones."""
+        self._kept[:] = [states]
 
     def take(self) -> Tensor | None:
         """The hidden states [T, taps * hidden] of the last pass, once."""
-        kept = [each.take() for each in self._made]
-        return next((each for each in kept if each is not None), None)
+        return self._kept.pop() if self._kept else None
 
     def forward(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
         return self.decoder.forward(batch, cache)
@@ -111,10 +122,13 @@ class TappedModel:
         return self.decoder.logits(states, adapters)
 
     def first_layers(self, count: int) -> TappedModel:
-        return TappedModel(self._whole.first_layers(count), self._kernels, self._taps)
+        return TappedModel(self._whole.first_layers(count), self._kernels, self._all_taps)
 
-    def with_layers(self, make: MakeLayers) -> TappedModel:  # noqa: ARG002
-        return self
+    def with_layers(self, make: MakeLayers) -> TappedModel:
+        """The layers that `make` yields call `keep` themselves."""
+        other = copy.copy(self)
+        other.decoder = self._whole.with_layers(make)
+        return other
 
 
 class DraftHead:
@@ -260,11 +274,14 @@ class HeadProposer(Proposer):
     def clear_rows(self, rows: Tensor) -> None:
         self._kernels.zero_rows(self._cache, rows, self._dtype)
 
-    def advance(self, layout: StepLayout, batch: RaggedBatch) -> None:
+    def advance(self, layout: StepLayout, batch: RaggedBatch | None) -> None:
         """Compute the positions of the step. Ids after a rejected draft token are the samples there, and do no harm."""
         taken = self._model.take()
         if taken is None:
             return
+        if batch is None:
+            computed = layout.slots, layout.starts, layout.counts
+            batch, _ = self._batch.ragged_with(*computed, layout.logit_rows, ())
         rows, positions = spread(layout.starts, layout.counts)
         ids = self._batch.token_table.read(layout.slots[rows], positions + 1)
         # The table is undefined after the last token of a prompt that is only pooled.

@@ -62,8 +62,8 @@ class Proposer:
         A draft token is accepted if the sample equals the `expected` one [R]. `forced` rows ignore their samples.
         """
 
-    def advance(self, layout: StepLayout, batch: RaggedBatch) -> None:
-        """The model has computed `batch`, and the sampled tokens are in the token table."""
+    def advance(self, layout: StepLayout, batch: RaggedBatch | None) -> None:
+        """The model has computed `batch`, which is None for a graph, and the sampled tokens are in the token table."""
 
 
 class AcceptanceCheck:

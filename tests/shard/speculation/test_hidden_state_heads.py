@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.model_runner import piecewise_layers
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.speculation.checkpoints import MTP
@@ -30,6 +33,7 @@ from millrace_shard.speculation.head_spec import read_head
 from millrace_shard.speculation.hidden_state_heads import HeadProposer
 from millrace_shard.speculation.loading import Speculation, SpeculationLoader
 from millrace_shard.speculation.proposer import AcceptanceCheck
+from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.multi_token import (
     FakeGrammars,
@@ -183,6 +187,38 @@ def test_heads_draft_by_their_formula_and_change_no_bit(
     for slot, length, ids in drafts:
         whole = [*WANTS[slot].prompt, *setup.truth[slot].ids][:length]
         assert list(ids) == [token for token, _ in head.draft(whole, len(ids))]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_graphs_leave_the_states_that_heads_draft_from(
+    setup: Setup, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piecewise_layers, "TOKEN_COUNTS", (16, 8))
+    # These kernels take the lengths of decodes from the device.
+    setup = replace(setup, kernels=make_kernels("plain", deterministic=False, block_size=8))
+    head = EagleHead(setup.reference, **KINDS[kind]).save(tmp_path)
+    graphs, pieces = Recorder(), Recorder()
+    captured = setup.stepper(
+        head,
+        graphs=GraphSettings(None, graphs.new_capture),
+        pieces=GraphSettings(None, pieces.new_capture),
+    )
+    drafts = []
+    for stepper in (captured, setup.stepper(head)):
+        drafts.append(record(stepper, monkeypatch))
+        random = np.random.default_rng(1)
+        choices = [(1, 0), (1, 0), (1, 0), (5, 4)]
+        allow = partial(_any_of, choices, random)
+        run = Generation(stepper, WANTS, NUM_TOKENS, allow=allow, chunk=7)
+        ids = {slot: yielded.ids for slot, yielded in run.yielded.items()}
+        assert ids == {slot: yielded.ids for slot, yielded in setup.truth.items()}
+    assert drafts[0] == drafts[1] != []
+    assert sum(graphs.replays().values()) > 5
+    assert sum(pieces.replays().values()) > 5
+
+
+def _any_of(choices: list[tuple[int, int]], random: np.random.Generator, _: int) -> tuple[int, int]:
+    return choices[int(random.integers(len(choices)))]
 
 
 class Fitted(EagleHead):
