@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from millrace_shard.errors import ModelError, UnsupportedModel
+from millrace_shard.models.families.nemotron_h import MTP_NAMES
 from millrace_shard.models.families.registry import FAMILIES
 from millrace_shard.models.rope import longest_position
-from millrace_shard.models.spec import DecoderSpec, LayerNames, LayerSpec, WeightNames
+from millrace_shard.models.spec import DecoderSpec, Halves, LayerNames, LayerSpec, WeightNames
 from millrace_shard.models.split import check_split
 from millrace_shard.speculation.checkpoints import MTP, read_config
 from millrace_shard.weights.gguf.known_folders import MODEL
@@ -74,6 +75,9 @@ _MTP_NORMS = "enorm", "hnorm", "shared_head.norm"
 _QWEN_MTP = "mtp."
 """Begins the names of Qwen's MTP layer, which always has attention."""
 _QWEN_MTP_NORMS = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+_NEMOTRON_MTP = "mtp.layers."
+"""Begins the names of Nemotron-H's MTP layers: one with attention, then one with experts."""
+_NEMOTRON_MTP_NORMS = "0.enorm", "0.hnorm", "1.final_layernorm"
 _EAGLE_NAMES = WeightNames(layer=LayerNames(before_attention=None))
 
 
@@ -95,8 +99,13 @@ def _mtp(folder: Path, target: DecoderSpec) -> HeadSpec:
     index = len(target.layers)
     prefix, hidden = f"{target.names.layers}.{index}.", target.hidden_size
     join, norms = f"{prefix}eh_proj", [f"{prefix}{name}" for name in _MTP_NORMS]
+    layer, names = replace(target.layers[-1], recurrent=None), target.names
     with closing(SafetensorFiles(folder)) as files:
-        if f"{_QWEN_MTP}fc.weight" in files:
+        if f"{_NEMOTRON_MTP}0.eh_proj.weight" in files:
+            prefix, join = _NEMOTRON_MTP, f"{_NEMOTRON_MTP}0.eh_proj"
+            norms = [f"{prefix}{name}" for name in _NEMOTRON_MTP_NORMS]
+            layer, names = _nemotron_layer(files, target), replace(names, layer=MTP_NAMES)
+        elif f"{_QWEN_MTP}fc.weight" in files:
             prefix, join = f"{_QWEN_MTP}layers.0.", f"{_QWEN_MTP}fc"
             norms = [f"{_QWEN_MTP}{name}" for name in _QWEN_MTP_NORMS]
         shapes = {f"{name}.weight": (hidden,) for name in norms}
@@ -106,18 +115,30 @@ def _mtp(folder: Path, target: DecoderSpec) -> HeadSpec:
                     f"--speculator mtp: {folder} has no MTP layer, for tensor {name} is missing"
                 )
             _check_shape(files, name, shape)
-    layers = (*target.layers, replace(target.layers[-1], recurrent=None))
     more = max(0, target.num_more_layers - 1)
     return HeadSpec(
         kind=HeadKind.MTP,
         folder=folder,
-        decoder=replace(target, layers=layers, num_more_layers=more),
+        decoder=replace(target, layers=(*target.layers, layer), num_more_layers=more, names=names),
         index=index,
         prefix=prefix,
         join=join,
         norms=tuple(norms),
         taps=(index,),
     )
+
+
+def _nemotron_layer(files: SafetensorFiles, target: DecoderSpec) -> LayerSpec:
+    """Both MTP layers as one with two halves. Raises UnsupportedModel for layers of other kinds."""
+    needed = (MTP_NAMES.query, MTP_NAMES.experts[0].router)
+    has_both = all(f"{_NEMOTRON_MTP}{name}.weight" in files for name in needed)
+    has_more = any(name.startswith(f"{_NEMOTRON_MTP}2.") for name in files.names())
+    experts = [each for each in target.layers if each.has_feed_forward and each.mixture]
+    if not has_both or has_more or not experts:
+        raise UnsupportedModel(
+            "--speculator mtp: the MTP layers of Nemotron-H have to be one with attention, then one with experts"
+        )
+    return replace(experts[0], attention=target.attentions[0], recurrent=None, halves=Halves.BOTH)
 
 
 def _eagle(folder: Path, target: DecoderSpec) -> HeadSpec:

@@ -383,26 +383,37 @@ def test_mtp_layers_draft_as_in_transformers_and_change_no_bit(
         assert list(ids) == mtp.draft(whole, len(ids))
 
 
-class QwenMtpHead:
-    """The MTP layer of Qwen3-Next and Qwen 3.5: a model of one layer, of which `mtp.fc` makes the embeddings."""
+class RecurrentMtpHead:
+    """The MTP layer of a recurrent model: a model of its own, whose embeddings are made of tokens and states.
+
+    Nemotron-H has layers of one half each, and norms without a summand of 1.
+    """
 
     def __init__(self, folder: Path, kind: str, target: PreTrainedModel) -> None:
         self._target = target
+        is_nemotron = kind == "nemotron_h"
         one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        if is_nemotron:
+            one = {"layers_block_type": ["full_attention", "moe"]}
         self._layer = save_tiny(folder / "mtp", kind, **one)
         generator = torch.Generator().manual_seed(4)
         hidden = target.config.hidden_size
         self._joined = torch.randn(hidden, 2 * hidden, generator=generator) * 0.15
-        self._norms = [torch.randn(hidden, generator=generator) * 0.1 for _ in range(2)]
+        norms = [torch.randn(hidden, generator=generator) * 0.1 for _ in range(2)]
+        self._norms, self._eps = [1 + norm for norm in norms], 1e-5 if is_nemotron else 1e-6
         names = "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden"
-        tensors = dict(zip(names, (self._joined, *self._norms), strict=True))
-        own = load_file(folder / "mtp" / "model.safetensors")
-        own = {
-            name: value for name, value in own.items() if "embed" not in name and "lm_" not in name
-        }
+        last = "norm"
+        if is_nemotron:
+            norms, last = self._norms, "layers.1.final_layernorm"
+            names = "layers.0.eh_proj", "layers.0.enorm", "layers.0.hnorm"
+        tensors = dict(zip(names, (self._joined, *norms), strict=True))
         stored = load_file(folder / "model.safetensors")
         stored |= {f"mtp.{name}.weight": value for name, value in tensors.items()}
-        stored |= {f"mtp.{name.removeprefix('model.')}": value for name, value in own.items()}
+        for name, value in load_file(folder / "mtp" / "model.safetensors").items():
+            bare = name.split(".", 1)[1]
+            if "embed" not in name and "lm_" not in name:
+                is_last = bare in ("norm.weight", "norm_f.weight")
+                stored[f"mtp.{last}.weight" if is_last else f"mtp.{bare}"] = value
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
     def draft(self, ids: list[int], most: int) -> list[int]:
@@ -413,7 +424,7 @@ class QwenMtpHead:
             for _ in range(most):
                 embedded = self._target.get_input_embeddings()(torch.tensor([tokens]))
                 pairs = zip((embedded, states), self._norms, strict=True)
-                normed = [F.rms_norm(x, x.shape[-1:], 1 + norm, 1e-6) for x, norm in pairs]
+                normed = [F.rms_norm(x, x.shape[-1:], norm, self._eps) for x, norm in pairs]
                 joined = torch.cat(normed, dim=-1) @ self._joined.T
                 result = self._layer.model(inputs_embeds=joined).last_hidden_state[:, -1:]
                 drafts.append(int(self._target.lm_head(result)[0, -1].argmax()))
@@ -421,13 +432,13 @@ class QwenMtpHead:
         return drafts
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"])
 def test_mtp_layers_of_recurrent_models_draft_by_their_formula_and_change_no_bit(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = make_kernels("plain", deterministic=True, block_size=8)
     setup = setup_of(tmp_path, kind, kernels, torch.float32)
-    mtp = QwenMtpHead(tmp_path, kind, setup.reference)
+    mtp = RecurrentMtpHead(tmp_path, kind, setup.reference)
     stepper = setup.stepper(MTP)
     drafts = record(stepper, monkeypatch)
     random = np.random.default_rng(2)
@@ -444,6 +455,18 @@ def test_mtp_layers_of_recurrent_models_draft_by_their_formula_and_change_no_bit
     for slot, length, ids in drafts[:12]:
         whole = [*WANTS[slot].prompt, *setup.truth[slot].ids][:length]
         assert list(ids) == mtp.draft(whole, len(ids))
+
+
+def test_mtp_layers_of_nemotron_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    RecurrentMtpHead(tmp_path, "nemotron_h", save_tiny(tmp_path, "nemotron_h"))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["mtp.layers.1.mixer.gate.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    spec = ModelDescription.read(tmp_path).spec
+    assert spec is not None
+    with pytest.raises(ModelError, match="one with attention, then one with experts"):
+        read_head(MTP, tmp_path, spec, 1)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -51,6 +51,24 @@ NAMES = WeightNames(
     norm="backbone.norm_f",
 )
 
+MTP_NAMES = LayerNames(
+    query="0.mixer.q_proj",
+    key="0.mixer.k_proj",
+    value="0.mixer.v_proj",
+    out="0.mixer.o_proj",
+    before_attention="0.norm",
+    before_mlp="1.norm",
+    experts=(
+        ExpertNames(
+            router="1.mixer.gate",
+            experts="1.mixer.experts",
+            up="up_proj",
+            shared="1.mixer.shared_experts",
+        ),
+    ),
+)
+"""Of the layers that predict further tokens, of which the first has attention and the second experts."""
+
 
 def _kinds(config: ConfigReader) -> tuple[str, ...]:
     """The kind of each layer, from a list or from letters."""
