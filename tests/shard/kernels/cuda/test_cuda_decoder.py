@@ -43,8 +43,12 @@ def test_greedy_output_equals_generate(
     assert_generates_as(reference, prompts, driver.generate(prompts, NUM_TOKENS, chunk=chunk))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1", "lfm2"])
-def test_recurrent_layers_generate_as_in_transformers(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_5_text", "falcon_h1", "lfm2", "kimi_linear", "deepseek_v3"]
+)
+def test_recurrent_layers_and_latents_generate_as_in_transformers(
+    model_type: str, tmp_path: Path
+) -> None:
     reference = save_tiny(tmp_path, model_type)
     prompts = [prompt_of(length, seed=length) for length in (5, 18)]
     driver = read_driver(tmp_path, CudaKernels(deterministic=True), device=DEVICE)

@@ -111,7 +111,11 @@ class Latents:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])
 @pytest.mark.parametrize(
     ("heads", "widths", "dtype"),
-    [(3, (32, 16), FP32), (20, (64, 32), FP16), (5, (40, 8), BF16), (34, (16, 16), FP16)],
+    [
+        *((3, (32, 16), FP32), (20, (64, 32), FP16), (5, (40, 8), BF16), (34, (16, 16), FP16)),
+        pytest.param(16, (512, 64), BF16, marks=pytest.mark.long),
+        pytest.param(20, (512, 64), FP32, marks=pytest.mark.long),
+    ],
 )
 def test_attention_over_latents_matches_its_definition(
     heads: int, widths: tuple[int, int], dtype: torch.dtype, deterministic: bool
