@@ -192,10 +192,10 @@ def with_pieces(
     """
     made: list[PiecewiseLayers] = []
     tapped = model if isinstance(model, TappedModel) else None
-    combined: MakeLayers = kernels.layers if tapped is None else tapped.tapped_layers
 
     def make(layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        eager = combined(layers, reduce)
+        combine: MakeLayers = kernels.layers if tapped is None else tapped.tapped_layers
+        eager = combine(layers, reduce)
         if not all(isinstance(layer.attention, PieceAttention) for layer in layers):
             return eager
         made.append(PiecewiseLayers(layers, reduce, eager, tapped))
