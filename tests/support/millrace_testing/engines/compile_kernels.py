@@ -402,10 +402,8 @@ def a_few() -> Iterator[Compiled]:
     for capability in sorted({*CAPABILITIES} - {80, 90}):
         for kind in (NO_CODES, E4M3):
             yield from attention((4, 128), BF16, capability, fixed=False, codes=kind)
-        format_ = {86: "int8", 89: "e4m3", 120: "e2m1"}.get(capability, "int4")
-        yield from codes(BF16, capability, (format_,))
-    for capability in (80, 120):
-        yield from codes(BF16, capability, ("fp4",))
+        formats = {86: ("int8",), 89: ("e4m3",), 120: ("e2m1", "fp4")}.get(capability, ("int4",))
+        yield from codes(BF16, capability, formats)
     for capability, dtype, fixed in itertools.product(CAPABILITIES, (BF16, FP32), (False, True)):
         if dtype == BF16 or capability == 86:
             yield from latents(16, dtype, capability, fixed=fixed)
