@@ -1,6 +1,6 @@
-"""Triton's interpreter without work whose result it does not use, and with products as a GPU has them.
+"""Triton's interpreter without work whose result it does not use.
 
-Half of the time of a kernel goes with that work: most of it is Python's, since tests have small shapes.
+Half of the time of a kernel goes with it: most of it is Python's, since tests have small shapes.
 """
 
 from __future__ import annotations
@@ -16,25 +16,6 @@ def spare_unused_work() -> None:
     _check_no_overflow()
     _broadcast_what_differs()
     _look_types_up_once()
-
-
-def multiply_rows_alike() -> None:
-    """From now on, compute each row of a product by itself.
-
-    On a GPU the sum of a row has one order wherever the row lies in its tile. In NumPy's product of two matrices the
-    order may depend on the row's position: OpenBLAS's kernels for Haswell compute the last rows of a tile otherwise.
-    """
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    dot = type(builder).create_dot
-
-    def of_rows(self: Any, lhs: Any, rhs: Any, sums: Any, *options: Any) -> Any:
-        rows = replace(lhs, data=lhs.data[..., :, None, :])
-        matrix = replace(rhs, data=rhs.data[..., None, :, :])
-        product = dot(self, rows, matrix, replace(sums, data=sums.data[..., :, None, :]), *options)
-        return replace(product, data=product.data[..., 0, :])
-
-    type(builder).create_dot = of_rows
 
 
 def _replace_names_once() -> None:
