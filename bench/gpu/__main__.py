@@ -19,6 +19,7 @@ from bench.gpu.children import Ended, find_device, run
 from bench.gpu.figures import read
 from bench.gpu.page import Results
 from bench.gpu.plan import LEAST_SECONDS, STAGES, TOTAL_SECONDS, Stage, limit_seconds
+from bench.gpu.smi import Sampler
 from bench.harness.paths import ROOT
 
 SOURCES = ("proto", "router", "shard", "launcher", "package", "tests/support", ".")
@@ -92,11 +93,15 @@ def main(argv: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) ->
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
         setup = _prepare(command, Path(scratch))
         results = Results(command.out, device=setup.device, shape=setup.shape)
-        for stage, ended in _stages(command, setup, deadline):
-            results.add(stage, ended, read(setup.figures))
-            print(f"{stage.name}: {ended.status} after {ended.seconds:.0f} s\n", flush=True)
-            if ended.status == "no device":
-                break
+        with Sampler() as sampler:
+            for stage, ended in _stages(command, setup, deadline):
+                now = time.time()
+                samples = sampler.between(now - ended.seconds, now)
+                results.add(stage, ended, read(setup.figures), samples)
+                print(f"{stage.name}: {ended.status} after {ended.seconds:.0f} s\n", flush=True)
+                if ended.status == "unusable":
+                    print(f"stopped: {ended.reason}; --device=cpu runs on the CPU", flush=True)
+                    break
     print(results.text(), flush=True)
     print(f"written to {results.json_path} and {results.page_path}", flush=True)
     return 0 if results.is_whole else 1

@@ -1,6 +1,6 @@
 """Child processes with a time limit; their output is shown and kept, and their descendants end with them.
 
-This module imports the standard library alone.
+This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ from pathlib import Path
 from typing import IO, Literal
 
 GRACE_SECONDS = 15.0
-NO_DEVICE = 3
-"""Exit status of a stage that finds no GPU."""
+UNUSABLE = 3
+"""Exit status of a stage that finds that no stage can work; the last line of its output says why."""
 SHARED_MEMORY = Path("/dev/shm")
 TAIL_LINES = 60
 
-PROBE = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+PROBE = """
+import sys, torch
+from millrace_proto.gpus import shown_gpus
+from millrace_shard.variables import GpuVariables
+is_shown = torch.cuda.is_available() or (not GpuVariables().hides_gpus and shown_gpus())
+sys.exit(0 if is_shown else 3)
+"""
 PROBE_SECONDS = 60.0
 
-Status = Literal["ok", "failed", "timed out", "no device", "skipped"]
+Status = Literal["ok", "failed", "timed out", "unusable", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,11 @@ class Ended:
     tail: tuple[str, ...]
     """The end of its output."""
 
+    @property
+    def reason(self) -> str:
+        """Its last line."""
+        return self.tail[-1] if self.tail else ""
+
 
 def scratch_prefix(pid: int) -> str:
     """The prefix of the names of a stage's temporary folders."""
@@ -48,7 +59,10 @@ def scratch_prefix(pid: int) -> str:
 
 
 def find_device(environment: Mapping[str, str], cwd: Path) -> str:
-    """Return "cuda" if torch finds a GPU, else "cpu", also where torch is missing or does not answer in time."""
+    """Return "cuda" if the host shows a GPU, else "cpu", also where torch is missing or does not answer in time.
+
+    A GPU that torch cannot use is "cuda", too: the first stage ends the run with the reason.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE],
@@ -98,8 +112,8 @@ def run(
 
 
 def _status(code: int) -> Status:
-    if code == NO_DEVICE:
-        return "no device"
+    if code == UNUSABLE:
+        return "unusable"
     return "ok" if code == 0 else "failed"
 
 

@@ -13,10 +13,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bench.gpu.peaks import PEAKS, Peak
 from bench.harness.tables import markdown
 from millrace_shard.kernels.cuda.linear_tilings import EXPERT_BYTES, EXPERT_ROWS
 
-KB, GB, TB, TERA = 1e3, 1e9, 1e12, 1e12
+KB, GB = 1e3, 1e9
 CONTEXT = 1024
 """Tokens before a decode."""
 LARGEST_PART = 0.85
@@ -43,10 +44,7 @@ class Gpu:
     name: str
     memory: float
     """Bytes."""
-    bandwidth: float
-    """Bytes a second."""
-    rate: float
-    """Operations a second on bfloat16 with float32 sums."""
+    peak: Peak
     clocks: float
     """A second, of all multiprocessors together."""
     matrix_share: float
@@ -130,8 +128,7 @@ GPUS = (
     Gpu(
         name="H100",
         memory=80 * GB,
-        bandwidth=3.35 * TB,
-        rate=989 * TERA,
+        peak=PEAKS["H100"],
         clocks=132 * 1.755e9,
         matrix_share=0.70,
         attention_share=0.45,
@@ -141,8 +138,7 @@ GPUS = (
     Gpu(
         name="A100",
         memory=80 * GB,
-        bandwidth=2.039 * TB,
-        rate=312 * TERA,
+        peak=PEAKS["A100"],
         clocks=108 * 1.41e9,
         matrix_share=0.80,
         attention_share=0.55,
@@ -152,8 +148,7 @@ GPUS = (
     Gpu(
         name="L4",
         memory=24 * GB,
-        bandwidth=0.3 * TB,
-        rate=121 * TERA,
+        peak=PEAKS["L4"],
         clocks=58 * 2.04e9,
         matrix_share=0.52,
         attention_share=0.45,
@@ -163,8 +158,7 @@ GPUS = (
     Gpu(
         name="4090",
         memory=24 * GB,
-        bandwidth=1.008 * TB,
-        rate=165 * TERA,
+        peak=PEAKS["RTX 4090"],
         clocks=128 * 2.52e9,
         matrix_share=0.90,
         attention_share=0.55,
@@ -245,12 +239,12 @@ def fits(model: Model, gpu: Gpu, time: int) -> bool:
 
 def decode_seconds(model: Model, gpu: Gpu, rows: int, time: int) -> float:
     """Seconds of a step of `rows` tokens after CONTEXT others."""
-    read = gpu.bandwidth * READ_RATE
+    read = gpu.peak.bandwidth * READ_RATE
     seconds = model.layers * _weights_seconds(model, gpu, rows, time) + model.head_bytes / read
     kv_bytes = 2 * BF16 * model.kv_heads * model.head_dim / model.ranks
-    seconds += rows * model.context(CONTEXT) * kv_bytes / (gpu.bandwidth * SMALL_RATE)
+    seconds += rows * model.context(CONTEXT) * kv_bytes / (gpu.peak.bandwidth * SMALL_RATE)
     operations = 2 * rows * _active_weights(model) * model.layers
-    seconds = max(seconds, operations / (gpu.rate * gpu.matrix_share))
+    seconds = max(seconds, operations / (gpu.peak.rate * gpu.matrix_share))
     launches = SMALL_LAUNCHES + (0 if model.stored == BF16 else CODE_LAUNCHES)
     launches += 0 if model.experts is None else EXPERT_LAUNCHES
     launches += model.plain_launches if time == BEFORE else 0
@@ -272,9 +266,9 @@ def _weights_seconds(model: Model, gpu: Gpu, rows: int, time: int) -> float:
 
 
 def _read_seconds(weights: float, stored: float, gpu: Gpu, time: int) -> float:
-    rate = gpu.bandwidth * READ_RATE
+    rate = gpu.peak.bandwidth * READ_RATE
     if stored < 1:
-        rate = min(gpu.bandwidth * SMALL_RATE, gpu.clocks * BYTES_A_CLOCK[stored][time])
+        rate = min(gpu.peak.bandwidth * SMALL_RATE, gpu.clocks * BYTES_A_CLOCK[stored][time])
     return weights * stored / rate
 
 
@@ -303,14 +297,14 @@ def _idle_in_parts(model: Model, experts: Experts, pairs: int) -> float:
 
 def prompt_seconds(model: Model, gpu: Gpu, tokens: int, time: int) -> float:
     """Seconds of a step of one prompt."""
-    rate = gpu.rate * gpu.matrix_share
+    rate = gpu.peak.rate * gpu.matrix_share
     dense = model.attention_weights + (model.mlp_weights if model.experts is None else 0)
     share = CODED_PROMPT_SHARE if model.stored < 1 and time == BEFORE else 1.0
     seconds = 2 * tokens * dense * model.layers / (rate * share)
     if model.stored < 1 and time == AFTER:
         # Decoded once, and written in 16 bits.
         decoded = dense * model.layers * (model.stored + BF16)
-        seconds += decoded / (gpu.bandwidth * SMALL_RATE)
+        seconds += decoded / (gpu.peak.bandwidth * SMALL_RATE)
     if model.experts is not None:
         seconds += _experts_prompt_seconds(model, model.experts, gpu, tokens, time)
     heads = model.heads * model.head_dim / model.ranks
@@ -319,13 +313,13 @@ def prompt_seconds(model: Model, gpu: Gpu, tokens: int, time: int) -> float:
     if model.window is not None:
         near = min(tokens, 2 * model.window)
         pairs = tokens * model.layers * (tokens + near) / 4
-    seconds += 4 * pairs * heads / (gpu.rate * gpu.attention_share)
+    seconds += 4 * pairs * heads / (gpu.peak.rate * gpu.attention_share)
     passes = (
         8 * model.hidden + 3 * (model.heads + 2 * model.kv_heads) * model.head_dim / model.ranks
     )
     passes += 0 if model.experts is not None else 3 * model.inter / model.ranks
     passes += 2 * model.hidden * model.plain_launches if time == BEFORE else 0
-    seconds += tokens * model.layers * passes * BF16 / (gpu.bandwidth * SMALL_RATE)
+    seconds += tokens * model.layers * passes * BF16 / (gpu.peak.bandwidth * SMALL_RATE)
     if model.ranks > 1:
         assert gpu.link is not None
         sent = 2 * (model.ranks - 1) / model.ranks * tokens * model.hidden * BF16
@@ -343,16 +337,16 @@ def _experts_prompt_seconds(
     elif stored < 1:
         # Decoded once, and written in 16 bits.
         decoded = experts.count * model.mlp_weights * (stored + BF16)
-        seconds = decoded / (gpu.bandwidth * SMALL_RATE)
+        seconds = decoded / (gpu.peak.bandwidth * SMALL_RATE)
         seconds += _idle_in_parts(model, experts, pairs)
         seconds *= model.layers
     elif time == AFTER:
         reached = GROUPED_EXPERTS
-    rate = gpu.rate * gpu.matrix_share * reached
+    rate = gpu.peak.rate * gpu.matrix_share * reached
     seconds += 2 * pairs * model.mlp_weights * model.layers / rate
     results = pairs * model.hidden * COPY_LAUNCHES * (2 * BF16 if time == BEFORE else BF16)
     between = 4 * pairs * experts.inter * BF16
-    return seconds + model.layers * (results + between) / (gpu.bandwidth * SMALL_RATE)
+    return seconds + model.layers * (results + between) / (gpu.peak.bandwidth * SMALL_RATE)
 
 
 CASES: Sequence[tuple[str, bool, int]] = (

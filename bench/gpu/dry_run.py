@@ -203,7 +203,7 @@ def _work(scale: Scale, launches: int) -> dict[str, float]:
     """Seconds of each stage, compilation apart; `launches` are those of the first stages."""
     num_agreement = len(scale.checked_dtypes) * len(agreement.MODES) * len(scale.checked_head_dims)
     return {
-        "versions": IMPORTS + 4.0,
+        "preflight": IMPORTS + 4.0,
         "compilation": IMPORTS + launches * CHECKED_LAUNCH / CORES,
         "agreement": IMPORTS + num_agreement * CASE_SECONDS,
         "bits": IMPORTS + launches * CHECKED_LAUNCH,

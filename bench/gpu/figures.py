@@ -29,6 +29,9 @@ class Figure:
     most: float = 0.0
     """The largest value with which a CHECK holds."""
     detail: dict[str, Any] = field(default_factory=dict)
+    began: float = 0.0
+    """When its measuring began, in seconds since the epoch; 0 before it is written."""
+    ended: float = 0.0
 
     def text(self) -> str:
         """One line of text."""

@@ -12,6 +12,8 @@ READ_RATE, COPY_RATE, MATRIX_RATE = "memory read", "memory copy", "matrix produc
 DECODE, PREFILL, SMALL = "decode", "prefill", "small"
 ENGINE, SERVER, PEER, TESTS = "engine", "server", "transformers", "tests"
 ACTIVITY = "activity"
+THROTTLED = "throttled"
+"""The detail of a figure during which the GPU was throttled: how often, and why."""
 STOPPED = -1
 """Stands for the tests' exit status when their time limit ended them."""
 UNIT = {READ_RATE: "GB/s", COPY_RATE: "GB/s", MATRIX_RATE: "TFLOP/s"}
@@ -44,10 +46,15 @@ class Figures:
         """All figures of a kind, in order."""
         return self._by_kind.get(kind, [])
 
+    def last(self, kind: str) -> Figure | None:
+        """The last figure of a kind."""
+        figures = self._by_kind.get(kind)
+        return figures[-1] if figures else None
+
     def value(self, kind: str) -> float | None:
         """The value of the last figure of a kind."""
-        found = self._by_kind.get(kind)
-        return found[-1].value if found else None
+        figure = self.last(kind)
+        return None if figure is None else figure.value
 
     @property
     def bandwidth(self) -> float | None:
@@ -159,15 +166,16 @@ def _small(found: Figures) -> Sequence[Line]:
 
 def _ratio(found: Figures, case: str, kinds: tuple[str, str], *, least: float) -> Line:
     goal = f">= {least:g} x"
-    above, below = (found.value(kind) for kind in kinds)
+    above, below = (found.last(kind) for kind in kinds)
     if above is None or below is None:
         return _missing(case, goal)
+    ratio = above.value / below.value
     return Line(
         case=case,
-        measured=f"{shown(above)} and {shown(below)} tok/s",
-        reached=f"{above / below:.3f} x",
+        measured=f"{shown(above.value)} and {shown(below.value)} tok/s{throttle_mark(above, below)}",
+        reached=f"{ratio:.3f} x",
         goal=goal,
-        verdict=_verdict(above / below >= least),
+        verdict=_verdict(ratio >= least),
     )
 
 
@@ -194,7 +202,14 @@ def _tests_verdict(figure: Figure) -> Verdict:
 
 
 def _measured(figure: Figure) -> str:
-    return f"{shown(figure.value)} {figure.unit}"
+    return f"{shown(figure.value)} {figure.unit}{throttle_mark(figure)}"
+
+
+def throttle_mark(*figures: Figure) -> str:
+    """What stands after figures of which one was measured while the GPU was throttled; empty after others."""
+    return next(
+        (f" ({THROTTLED}: {f.detail[THROTTLED]})" for f in figures if THROTTLED in f.detail), ""
+    )
 
 
 def _missing(case: str, goal: str) -> Line:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from bench.gpu import goals
 from bench.gpu.children import Ended
 from bench.gpu.figures import KERNEL, Figure, shown
 from bench.gpu.goals import Line, checks, speeds
+from bench.gpu.peaks import Peak, peak_of
 from bench.gpu.plan import Stage
+from bench.gpu.smi import Sample, throttled
 from bench.harness.tables import markdown
 
 GOALS_SHAPE = "8b"
@@ -23,7 +26,12 @@ SPEED_HEADINGS = ("case", "measured", "reached", "goal", "")
 STAGE_HEADINGS = ("stage", "question", "end", "time", "figures")
 ACTIVITY_HEADINGS = ("decode", "idle", "launches", "copies", "waits", "sampling")
 KERNEL_HEADINGS = ("kernel", "variants", "registers", "bytes spilled", "bytes shared")
-FACTS = ("gpu", "commit", "python", "torch", "triton", "transformers", "CUDA of torch")
+CLOCK_HEADINGS = ("stage", "samples", "SM, MHz", "memory, MHz", "hottest", "power", "throttled")
+FACTS = (
+    *("gpu", "compute capability", "memory", "driver", "CUDA of torch", "torch", "triton"),
+    *("transformers", "vllm", "python", "commit", "persistence mode", "ECC", "PCIe", "links"),
+    *("free for kernels", "notes"),
+)
 TAIL_LINES = 12
 NO_GPU = """\
 **No figure on this page is of a GPU.** torch finds no CUDA device here, so every stage ran on the CPU with a tiny
@@ -44,6 +52,7 @@ class Results:
         self._stages: dict[Stage, Ended] = {}
         self._num_figures: dict[Stage, int] = {}
         self._figures: Sequence[Figure] = ()
+        self._samples: dict[str, list[Sample]] = {}
 
     @property
     def is_whole(self) -> bool:
@@ -51,11 +60,17 @@ class Results:
         ends = all(ended.status == "ok" for ended in self._stages.values())
         return ends and all(line.verdict != "missed" for line in checks(self._figures))
 
-    def add(self, stage: Stage, ended: Ended, figures: Sequence[Figure]) -> None:
-        """Add the end of `stage` and all figures so far, and write them."""
+    def add(
+        self, stage: Stage, ended: Ended, figures: Sequence[Figure], samples: Sequence[Sample] = ()
+    ) -> None:
+        """Add the end of `stage`, all figures so far and the samples during the stage, and write them.
+
+        Figures that were measured while the GPU was throttled are marked.
+        """
         self._stages[stage] = ended
         self._num_figures[stage] = len(figures) - len(self._figures)
-        self._figures = figures
+        self._samples[stage.name] = samples_of(samples, _machine(figures).get("uuid"))
+        self._figures = [marked(figure, chain(*self._samples.values())) for figure in figures]
         content = json.dumps(_finite(self._content()), indent=2, allow_nan=False)
         self.json_path.write_text(content + "\n")
         self.page_path.write_text(self.text())
@@ -67,6 +82,7 @@ class Results:
             "" if self._device == "cuda" else NO_GPU,
             self._facts(),
             markdown(STAGE_HEADINGS, [self._row(stage) for stage in self._stages]),
+            self._clocks(),
             markdown(CHECK_HEADINGS, [_cells(line) for line in checks(self._figures)]),
             self._speeds() if self._device == "cuda" else NO_SPEEDS,
             self._kernels(),
@@ -75,7 +91,7 @@ class Results:
                     [f"The end of {stage.name}:", "", "```", *ended.tail[-TAIL_LINES:], "```"]
                 )
                 for stage, ended in self._stages.items()
-                if ended.status in ("failed", "timed out")
+                if ended.status in ("failed", "timed out", "unusable")
             ),
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
@@ -86,19 +102,26 @@ class Results:
         return stage.name, stage.question, ended.status, f"{ended.seconds:.0f} s", figures
 
     def _facts(self) -> str:
-        found = next((figure.detail for figure in self._figures if figure.name == "machine"), {})
-        return ", ".join(f"{name} {found[name]}" for name in FACTS if name in found)
+        machine = _machine(self._figures)
+        return ", ".join(f"{name} {machine[name]}" for name in FACTS if name in machine)
+
+    def _clocks(self) -> str:
+        """The clocks of each stage that was sampled."""
+        rows = [clocks_row(name, samples) for name, samples in self._samples.items() if samples]
+        return markdown(CLOCK_HEADINGS, rows) if rows else ""
 
     def _speeds(self) -> str:
-        figures = goals.Figures(self._figures)
+        figures, name = goals.Figures(self._figures), _machine(self._figures).get("gpu", "")
+        peak = peak_of(name)
         limits = [
-            f"{kind} {shown(value)} {unit}"
+            f"{kind} {shown(limit.value)} {unit}{_of_peak(limit, peak)}{goals.throttle_mark(limit)}"
             for kind, unit in goals.UNIT.items()
-            if (value := figures.value(kind)) is not None
+            if (limit := figures.last(kind)) is not None
         ]
         activities = [_activity(figure) for figure in figures.all(goals.ACTIVITY)]
         parts = [
             f"Measured limits: {', '.join(limits)}." if limits else "",
+            "" if peak else f"No data sheet of {name or 'this device'} is known here.",
             "" if self._shape == GOALS_SHAPE else f"The goals are for {GOALS_SHAPE}.",
             markdown(SPEED_HEADINGS, [_cells(line) for line in speeds(self._figures)]),
             markdown(ACTIVITY_HEADINGS, activities) if activities else "",
@@ -125,10 +148,59 @@ class Results:
             "is_of_a_gpu": self._device == "cuda",
             "shape": self._shape,
             "stages": {stage.name: asdict(ended) for stage, ended in self._stages.items()},
+            "clocks": {
+                name: dict(zip(CLOCK_HEADINGS[1:], clocks_row(name, samples)[1:], strict=True))
+                for name, samples in self._samples.items()
+                if samples
+            },
             "figures": [asdict(figure) for figure in self._figures],
             "checks": [asdict(line) for line in checks(self._figures)],
             "speeds": [asdict(line) for line in speeds(self._figures)],
         }
+
+
+def _machine(figures: Sequence[Figure]) -> dict[str, Any]:
+    return next((figure.detail for figure in figures if figure.name == "machine"), {})
+
+
+def samples_of(samples: Sequence[Sample], uuid: str | None) -> list[Sample]:
+    """Those of the GPU `uuid`, or of the first one where none has it."""
+    own = [sample for sample in samples if sample.uuid == uuid]
+    return own or [sample for sample in samples if sample.uuid == samples[0].uuid]
+
+
+def marked(figure: Figure, samples: Iterable[Sample]) -> Figure:
+    """The figure, with a detail that says so if a sample during its measuring is throttled."""
+    reasons = throttled(s for s in samples if figure.began <= s.moment <= figure.ended)
+    if not reasons:
+        return figure
+    return replace(figure, detail={**figure.detail, goals.THROTTLED: reasons})
+
+
+def clocks_row(stage: str, samples: Sequence[Sample]) -> tuple[str, ...]:
+    """A stage's clocks from lowest to highest, its highest temperature and power, and what throttled it."""
+
+    def range_of(values: Iterable[float | None], form: str = "{low:.0f} to {high:.0f}") -> str:
+        known = [value for value in values if value is not None]
+        return form.format(low=min(known), high=max(known)) if known else "not reported"
+
+    return (
+        stage,
+        str(len(samples)),
+        range_of(s.sm_mhz for s in samples),
+        range_of(s.memory_mhz for s in samples),
+        range_of((s.celsius for s in samples), "{high:.0f} °C"),
+        range_of((s.watts for s in samples), "{high:.0f} W"),
+        throttled(samples) or "no",
+    )
+
+
+def _of_peak(limit: Figure, peak: Peak | None) -> str:
+    """The share of the data sheet that a measured limit reaches."""
+    if peak is None:
+        return ""
+    most = peak.rate if limit.kind == goals.MATRIX_RATE else peak.bandwidth
+    return f", {limit.value * goals.PREFIX[limit.kind] / most:.0%} of the data sheet"
 
 
 def _activity(figure: Figure) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The stages in the order in which they run, and the time that each may take.
 
-This module imports the standard library alone.
+This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Stage:
 
 STAGES = (
     Stage(
-        "bench.gpu.checks.versions",
-        "Which versions, and what are the limits of the device?",
+        "bench.gpu.checks.preflight",
+        "Can the stages work here, and what are the limits of the device?",
         20,
         8,
     ),

@@ -16,6 +16,10 @@ from bench.gpu.figures import Figure
 Emit = Callable[[Figure], None]
 
 
+class UnusableError(Exception):
+    """No stage can work on this device or host; the message is one line, with the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The device, the sizes and the flags of a stage.

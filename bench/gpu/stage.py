@@ -1,4 +1,4 @@
-"""The child process: runs one stage and writes its figures. It ends with NO_DEVICE on a machine without a GPU."""
+"""The child process: runs one stage and writes its figures. It ends with UNUSABLE where no stage can work."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from bench.gpu.children import NO_DEVICE
+from bench.gpu.children import UNUSABLE
 from bench.gpu.engine.scale import SCALES
 from bench.gpu.figures import Figure, append
-from bench.gpu.setting import Setting
+from bench.gpu.setting import Setting, UnusableError
 
 
 def main() -> int:
@@ -32,12 +33,13 @@ def main() -> int:
     args = parser.parse_args()
     # SIGTERM becomes an exit, so that a stage ends its children and removes its files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device is found", flush=True)
-        return NO_DEVICE
+    ends = {"": time.time()}
 
     def emit(figure: Figure) -> None:
-        append(args.figures, figure)
+        # A figure that is emitted again covers the same runs and more.
+        began = max(end for name, end in ends.items() if name != figure.name)
+        ends[figure.name] = time.time()
+        append(args.figures, replace(figure, began=began, ended=ends[figure.name]))
         print(figure.text(), flush=True)
 
     setting = Setting(
@@ -50,6 +52,9 @@ def main() -> int:
     try:
         # A stage whose packages are missing fails alone.
         importlib.import_module(args.module).run(setting, emit)
+    except UnusableError as error:
+        print(error, flush=True)
+        return UNUSABLE
     except Exception:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
         return 1

@@ -15,7 +15,7 @@ import pytest
 import torch
 from bench.gpu import goals
 from bench.gpu.__main__ import Command, main
-from bench.gpu.children import NO_DEVICE, SHARED_MEMORY, Ended, run, scratch_prefix
+from bench.gpu.children import SHARED_MEMORY, UNUSABLE, Ended, run, scratch_prefix
 from bench.gpu.engine.checkpoint import num_bytes, write_weights
 from bench.gpu.engine.measure import decode_bytes, prefill_flops
 from bench.gpu.engine.profile import Event, activity_of
@@ -89,7 +89,7 @@ def has_ended(pid: int) -> bool:
 
 def test_the_exit_status_of_a_child_decides_its_outcome() -> None:
     assert python("print('a'); print('b')") == ("ok", ("a", "b"))
-    assert python(f"raise SystemExit({NO_DEVICE})")[0] == "no device"
+    assert python(f"raise SystemExit({UNUSABLE})")[0] == "unusable"
     status, tail = python("raise ValueError('no')")
     assert status == "failed"
     assert tail[-1] == "ValueError: no"
@@ -122,7 +122,7 @@ def test_the_first_stage_runs_with_any_selection_of_stages() -> None:
     def names(*argv: str) -> list[str]:
         return [stage.name for stage in Command.read(argv).stages]
 
-    assert names("--stages=prefill,decode") == ["versions", "decode", "prefill"]
+    assert names("--stages=prefill,decode") == ["preflight", "decode", "prefill"]
     assert names() == [stage.name for stage in STAGES]
     assert Command.read([]).device == "auto"
 
