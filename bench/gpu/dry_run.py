@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.gpu.checks import agreement, compilation
 from bench.gpu.engine.checkpoint import num_bytes
+from bench.gpu.engine.clock import WARM_UP_SECONDS
 from bench.gpu.engine.kernels import cuda_kernels
 from bench.gpu.engine.measure import decode_bytes, prefill_flops
 from bench.gpu.engine.scale import SCALES, TINY, Load, Scale
@@ -213,6 +214,8 @@ def _work(scale: Scale, launches: int) -> dict[str, float]:
         "sanitizer": 2 * SANITIZER_SLOWDOWN * 3.0,
         "decode": IMPORTS + _opened(scale) + _decode(scale),
         "prefill": IMPORTS + _weights(scale) + (scale.repeats + 2) * _prefill(scale),
+        # Both modes; about 15 cases of each, with a warm-up.
+        "rates": IMPORTS + 2 * 15 * (WARM_UP_SECONDS + 0.1),
         "small": IMPORTS + _graphs(scale.small.num_layers, scale.small_batch) + 1.0,
         "server": IMPORTS + _server(scale),
         "transformers": IMPORTS + 10.0 + 2 * _load(scale, scale.load) / PEER_RATE,

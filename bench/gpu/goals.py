@@ -11,7 +11,7 @@ from bench.gpu.figures import CHECK, UNCHECKED, Figure, shown
 READ_RATE, COPY_RATE, MATRIX_RATE = "memory read", "memory copy", "matrix product, bfloat16"
 DECODE, PREFILL, SMALL = "decode", "prefill", "small"
 ENGINE, SERVER, PEER, TESTS = "engine", "server", "transformers", "tests"
-ACTIVITY = "activity"
+ACTIVITY, RATE, TRACE, READY = "activity", "rate", "trace", "ready"
 THROTTLED = "throttled"
 """The detail of a figure during which the GPU was throttled: how often, and why."""
 STOPPED = -1

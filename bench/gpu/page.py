@@ -25,6 +25,10 @@ CHECK_HEADINGS = ("check", "found", "made", "goal", "")
 SPEED_HEADINGS = ("case", "measured", "reached", "goal", "")
 STAGE_HEADINGS = ("stage", "question", "end", "time", "figures")
 ACTIVITY_HEADINGS = ("decode", "idle", "launches", "copies", "waits", "sampling")
+TRACE_HEADINGS = ("longest kernel", "runs", "ms", "of the device's work")
+MOST_NAME = 80
+"""Characters of a kernel's name: templates have thousands."""
+RATE_HEADINGS = ("kernel", "time", "GB/s", "of the peak", "TFLOP/s", "of the peak")
 KERNEL_HEADINGS = ("kernel", "variants", "registers", "bytes spilled", "bytes shared")
 CLOCK_HEADINGS = ("stage", "samples", "SM, MHz", "memory, MHz", "hottest", "power", "throttled")
 FACTS = (
@@ -86,6 +90,7 @@ class Results:
             markdown(CHECK_HEADINGS, [_cells(line) for line in checks(self._figures)]),
             self._speeds() if self._device == "cuda" else NO_SPEEDS,
             self._kernels(),
+            self._trace(),
             *(
                 "\n".join(
                     [f"The end of {stage.name}:", "", "```", *ended.tail[-TAIL_LINES:], "```"]
@@ -118,6 +123,7 @@ class Results:
             for kind, unit in goals.UNIT.items()
             if (limit := figures.last(kind)) is not None
         ]
+        rates = [_rate(figure, peak) for figure in figures.all(goals.RATE)]
         activities = [_activity(figure) for figure in figures.all(goals.ACTIVITY)]
         parts = [
             f"Measured limits: {', '.join(limits)}." if limits else "",
@@ -125,6 +131,7 @@ class Results:
             "" if self._shape == GOALS_SHAPE else f"The goals are for {GOALS_SHAPE}.",
             markdown(SPEED_HEADINGS, [_cells(line) for line in speeds(self._figures)]),
             markdown(ACTIVITY_HEADINGS, activities) if activities else "",
+            markdown(RATE_HEADINGS, rates) if rates else "",
         ]
         return "\n\n".join(part for part in parts if part)
 
@@ -140,6 +147,21 @@ class Results:
             if figure.kind == KERNEL
         ]
         return markdown(KERNEL_HEADINGS, rows) if rows else ""
+
+    def _trace(self) -> str:
+        """The trace's file, and the kernels that took longest in it."""
+        figure = goals.Figures(self._figures).last(goals.TRACE)
+        if figure is None:
+            return ""
+        detail = figure.detail
+        parts = [f"Trace of {detail['work']}: {detail['file']}, {figure.value / 1e6:.1f} MB."]
+        rows = [
+            (name[:MOST_NAME].replace("|", "/"), str(runs), f"{ms:.2f}", f"{share:.1%}")
+            for name, runs, ms, share in detail["kernels"]
+        ]
+        if rows:
+            parts.append(markdown(TRACE_HEADINGS, rows))
+        return "\n\n".join(parts)
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -193,6 +215,18 @@ def clocks_row(stage: str, samples: Sequence[Sample]) -> tuple[str, ...]:
         range_of((s.watts for s in samples), "{high:.0f} W"),
         throttled(samples) or "no",
     )
+
+
+def _rate(figure: Figure, peak: Peak | None) -> tuple[str, ...]:
+    """A kernel's time, and its bytes and operations a second with their shares of the data sheet."""
+    seconds, detail = figure.value / 1e6, figure.detail
+    cells = [figure.name, f"{shown(figure.value)} {figure.unit}{goals.throttle_mark(figure)}"]
+    for name, unit in (("bytes", 1e9), ("flops", 1e12)):
+        rate = detail[name] / seconds
+        most = None if peak is None else (peak.bandwidth if name == "bytes" else peak.rate)
+        share = "unknown" if most is None else f"{rate / most:.0%}"
+        cells += [f"{rate / unit:.0f}", share] if rate else ["", ""]
+    return tuple(cells)
 
 
 def _of_peak(limit: Figure, peak: Peak | None) -> str:

@@ -64,6 +64,7 @@ STAGES = (
         60,
         60,
     ),
+    Stage("bench.gpu.speed.rates", "How close is each kernel to the device's peaks?", 30, 30),
     Stage("bench.gpu.speed.prefill", "How close to the matrix rate is a prefill?", 20, 30),
     Stage(
         "bench.gpu.speed.server", "What does serving over HTTP leave of the engine's rate?", 55, 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -16,16 +17,18 @@ import torch
 from bench.gpu import goals
 from bench.gpu.__main__ import Command, main
 from bench.gpu.children import SHARED_MEMORY, UNUSABLE, Ended, run, scratch_prefix
+from bench.gpu.engine import profile
 from bench.gpu.engine.checkpoint import num_bytes, write_weights
 from bench.gpu.engine.measure import decode_bytes, prefill_flops
-from bench.gpu.engine.profile import Event, activity_of
+from bench.gpu.engine.profile import LONGEST, Event, activity_of, longest
 from bench.gpu.engine.random_weights import read_description
 from bench.gpu.engine.scale import SCALES, TINY
+from bench.gpu.engine.session import opened
 from bench.gpu.figures import Figure, append, check, read, unchecked
 from bench.gpu.page import NO_GPU, Results
 from bench.gpu.plan import STAGES, TOTAL_SECONDS, Stage, limit_seconds
 from bench.gpu.setting import Setting
-from bench.gpu.speed import decode
+from bench.gpu.speed import decode, rates
 from bench.harness.checkpoints import EMBEDDING, describe, tensor_shapes
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
@@ -320,6 +323,10 @@ def peer(tmp_path: Path) -> torch.nn.Module:
 
 def test_decodes_of_every_batch_and_a_whole_load_are_measured(tmp_path: Path) -> None:
     *decodes, engine = [f for f in figures_of(decode, tmp_path) if f.kind != goals.ACTIVITY]
+    (trace,) = (figure for figure in decodes if figure.kind == goals.TRACE)
+    with gzip.open(tmp_path / trace.detail["file"], "rt") as file:
+        assert json.load(file)["traceEvents"]
+    assert trace.detail["work"] == f"a prompt of {SCALE.context} and 4 decodes of 2"
     decodes = [figure for figure in decodes if figure.kind == goals.DECODE]
     assert [figure.detail["rows"] for figure in decodes] == list(SCALE.batches)
     assert engine.kind == goals.ENGINE
@@ -351,6 +358,31 @@ def test_the_idle_share_is_the_time_in_which_no_work_runs() -> None:
     assert found.pop("idle") == pytest.approx(1 / 6)
     assert found == {"launches": 1.5, "copies": 0.5, "waits": 0.5}
     assert activity_of(events[4:], 2) is None
+
+
+def test_the_longest_kernels_are_those_with_the_most_time_in_all(tmp_path: Path) -> None:
+    events = [Event(f"short {number}", True, 0, 1) for number in range(LONGEST)]
+    events += [Event("a|b", True, 10, 12), Event("a|b", True, 13, 14), Event("host", False, 0, 99)]
+    rows = longest(events)
+    assert len(rows) == LONGEST
+    assert rows[0] == ("a|b", 2, 0.003, pytest.approx(3 / 13))
+    detail = {"file": "trace.json.gz", "work": "some steps", "kernels": rows}
+    trace = Figure(name="trace", kind=goals.TRACE, value=2e6, unit="bytes", detail=detail)
+    page = results(tmp_path, trace).text()
+    assert "Trace of some steps: trace.json.gz, 2.0 MB." in page
+    assert "| a/b " in page
+    assert "| 2    | 0.00 | 23.1% " in page
+
+
+def test_a_trace_that_is_too_large_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "MOST_BYTES", 1)
+    with opened(TINY, SCALE, CPU, ["--device=cpu", PLAIN]) as model:
+        setting = Setting(CPU, SCALE, tmp_path, time.monotonic() + LIMIT_SECONDS, (PLAIN,))
+        found = decode.traced(model.session(max_rows=4), setting)
+    assert found.detail["file"] == "not kept, too large"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_bytes_of_a_step_are_those_of_the_model_and_its_cache(tmp_path: Path) -> None:
@@ -390,3 +422,28 @@ def test_the_file_is_read_by_the_library_and_by_transformers(tmp_path: Path) -> 
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     loaded = dict(model.named_parameters())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in found.items())
+
+
+def test_rates_of_kernels_are_beside_the_peaks_of_a_known_device(tmp_path: Path) -> None:
+    figures = [figure for figure in figures_of(rates, tmp_path) if figure.kind == goals.RATE]
+    names = [figure.name for figure in figures]
+    assert len(set(names)) == len(names)
+    for mode in rates.MODES:
+        assert sum(name.endswith(f", {mode}") for name in names) == len(names) / 2
+    weights, rows = 2 * TINY.intermediate_size * TINY.hidden_size, SCALE.batches[1]
+    (linear,) = (f for f in figures if f.name == f"linear 128 to 512, {rows} rows, fast")
+    assert linear.detail == {
+        "bytes": 2 * (weights + rows * (128 + 512)),
+        "flops": 2 * rows * weights,
+    }
+    # 1.675 GB in 1 ms are half of what an H100 reads, and 98.9 TFLOP/s a tenth of what it computes.
+    kernel = Figure(
+        name="k", kind=goals.RATE, value=1e3, unit="µs", detail={"bytes": 1.675e9, "flops": 98.9e9}
+    )
+    for gpu, shares in (("NVIDIA H100 80GB HBM3", ("50%", "10%")), ("NVIDIA X1", ("unknown",) * 2)):
+        machine = Figure(name="machine", value=8, unit="cores", detail={"gpu": gpu})
+        page = results(tmp_path, machine, kernel).text()
+        (row,) = (line for line in page.splitlines() if line.startswith("| k "))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells == ["k", "1000 µs", "1675", shares[0], "99", shares[1]]
+        assert ("No data sheet of NVIDIA X1 is known" in page) == (shares[0] == "unknown")

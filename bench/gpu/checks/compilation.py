@@ -11,27 +11,19 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from bench.gpu.checks import agreement, bits
-from bench.gpu.engine.kernels import kernels_for
-from bench.gpu.engine.random_weights import read_description
+from bench.gpu.engine.kernels import served_kernels
 from bench.gpu.engine.scale import SCALES
-from bench.gpu.engine.session import DTYPE
 from bench.gpu.figures import KERNEL, Figure, unchecked
 from bench.gpu.setting import Emit, Setting
-from bench.harness.checkpoints import Shape
 from millrace_proto.cores import usable_cores
-from millrace_shard.config import ShardConfig
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.models.description import ModelDescription
 
 NAME = "kernels compiled first"
 MOST_PROCESSES = 16
@@ -108,17 +100,7 @@ def starts(setting: Setting) -> Iterator[Callable[[], Kernels]]:
     """The check of a start of each model of the stages in both modes, longest first."""
     for shape in (setting.scale.model, setting.scale.small):
         for mode in ("off", "on"):
-            yield partial(check_of_a_start, shape, mode, setting)
-
-
-@torch.inference_mode()
-def check_of_a_start(shape: Shape, mode: str, setting: Setting) -> Kernels:
-    """The kernels for `shape` as a server chooses them, with `--deterministic` on or off."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = ShardConfig.from_args([*setting.flags, f"--deterministic={mode}", folder])
-        read_description(config.model_folder, shape)
-        layers = ModelDescription.read(config.model_folder).layer_shape(world_size=1)
-        return kernels_for(config, setting.device, DTYPE, layers)
+            yield partial(served_kernels, setting.flags, setting.device, shape, mode)
 
 
 def cases_of(index: int, count: int, setting: Setting) -> Iterator[Callable[[], object]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bench.gpu.engine.random_weights import read_description
+from bench.harness.checkpoints import Shape
 from millrace_shard.commands.device_settings import graph_settings, is_deterministic
 from millrace_shard.config import ShardConfig
 from millrace_shard.kernels.base import Kernels
@@ -17,6 +20,7 @@ from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.model_runner import piecewise_layers
 from millrace_shard.model_runner.graph_capture import Captured, CaptureError, GraphSettings
+from millrace_shard.models.description import ModelDescription
 
 CUDA = torch.device("cuda")
 INTERPRETED_TOKEN_COUNTS = (64,)
@@ -46,6 +50,19 @@ def kernels_for(
         shapes=(shape,),
         custom=not config.disable_custom_kernels,
     )
+
+
+@torch.inference_mode()
+def served_kernels(flags: Sequence[str], device: torch.device, shape: Shape, mode: str) -> Kernels:
+    """The kernels for `shape` in bfloat16 as a server with `flags` and `--deterministic` on or off chooses them.
+
+    On a GPU this runs the check of a start.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = ShardConfig.from_args([*flags, f"--deterministic={mode}", folder])
+        read_description(config.model_folder, shape)
+        layers = ModelDescription.read(config.model_folder).layer_shape(world_size=1)
+        return kernels_for(config, device, torch.bfloat16, layers)
 
 
 def cuda_kernels(*, deterministic: bool) -> Kernels:

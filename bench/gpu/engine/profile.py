@@ -1,9 +1,10 @@
-"""The device's work in a step of decodes, by torch's profiler: idle share, launches, copies, sampling."""
+"""The device's work by torch's profiler: idle share, launches, copies, sampling; and a trace of some steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ COPY = "Memcpy"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
+LONGEST = 10
+TRACED_STEPS = (4, 1)
+"""Decodes of a trace, and of the next one where it is too large."""
+MOST_BYTES = 16 << 20
+"""Of a compressed trace."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """A call on the host or work on the device, in microseconds."""
@@ -31,10 +39,7 @@ class Event:
 
 def measure_activity(session: Session, rows: int, *, num_steps: int) -> Figure | None:
     """The idle share of the device over decodes of the first `rows` sequences; None if no device works."""
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile(activities=_activities()) as profiler:
         times = session.decode(rows, num_steps)
     activity = activity_of(_events(profiler.events()), num_steps)
     if activity is None:
@@ -47,6 +52,41 @@ def measure_activity(session: Session, rows: int, *, num_steps: int) -> Figure |
         unit="%",
         detail={**activity, "sampling_share": sampling / max(1e-9, sampling + forward)},
     )
+
+
+def write_trace(session: Session, path: Path, rows: int, length: int) -> Figure:
+    """Write a trace of one prompt of `length` and decodes of the first `rows` sequences to `path`, for Chrome.
+
+    `path` ends in .json.gz. The figure has its size in bytes, and the device's longest kernels. A trace of more than
+    MOST_BYTES is taken again with fewer decodes, and in the end not kept.
+    """
+    events: Sequence[Event] = ()
+    size = 0
+    for num_steps in TRACED_STEPS:
+        with profile(activities=_activities()) as profiler:
+            session.admit(1, length, room=num_steps)
+            session.decode(rows, num_steps)
+        events = _events(profiler.events())
+        profiler.export_chrome_trace(str(path))
+        size = path.stat().st_size
+        if size <= MOST_BYTES:
+            break
+        path.unlink()
+    name = path.name if path.exists() else "not kept, too large"
+    work = f"a prompt of {length} and {num_steps} decodes of {rows}"
+    detail = {"file": name, "work": work, "kernels": longest(events)}
+    return Figure(name="trace", kind=goals.TRACE, value=float(size), unit="bytes", detail=detail)
+
+
+def longest(events: Iterable[Event]) -> list[tuple[str, int, float, float]]:
+    """The LONGEST kernels by their time in all: name, number of runs, milliseconds, share of the device's work."""
+    times: dict[str, list[float]] = {}
+    for event in events:
+        if event.on_device:
+            times.setdefault(event.name, []).append((event.end - event.start) / 1e3)
+    whole = sum(map(sum, times.values()))
+    rows = [(name, len(each), sum(each), sum(each) / whole) for name, each in times.items()]
+    return sorted(rows, key=lambda row: -row[2])[:LONGEST]
 
 
 def activity_of(events: Sequence[Event], num_steps: int) -> dict[str, float] | None:
@@ -66,6 +106,11 @@ def activity_of(events: Sequence[Event], num_steps: int) -> dict[str, float] | N
         "copies": copies / num_steps,
         "waits": sum(name.startswith(WAITS) for name in calls) / num_steps,
     }
+
+
+def _activities() -> list[ProfilerActivity]:
+    device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *device]
 
 
 def _events(found: Iterable[Any]) -> list[Event]:
