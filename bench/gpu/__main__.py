@@ -40,6 +40,8 @@ class Command:
     seconds: float
     out: Path
     shard_flags: tuple[str, ...]
+    checkpoint: Path | None
+    """A published checkpoint's folder."""
 
     @classmethod
     def read(cls, argv: Sequence[str], stages: Sequence[Stage] = STAGES) -> Command:
@@ -54,14 +56,25 @@ class Command:
         parser.add_argument(
             "--shard-flag", action="append", default=[], help="one more, repeatable"
         )
+        parser.add_argument("--checkpoint", type=Path, help="folder of a published checkpoint")
         args = parser.parse_args(argv)
         wanted = args.stages.split(",")
         if unknown := sorted(set(wanted) - set(names)):
             parser.error(f"no stages {unknown}; there are: {', '.join(names)}")
         # The first stage measures the limits of the device, which figures are shares of.
         chosen = tuple(stage for stage in stages if stage.name in (names[0], *wanted))
-        flags = tuple(args.shard_flag)
-        return cls(chosen, args.device, args.shape, args.seconds, args.out.absolute(), flags)
+        checkpoint: Path | None = args.checkpoint
+        if checkpoint is not None and not (checkpoint / "config.json").is_file():
+            parser.error(f"--checkpoint: {checkpoint} has no config.json")
+        return cls(
+            stages=chosen,
+            device=args.device,
+            shape=args.shape,
+            seconds=args.seconds,
+            out=args.out.absolute(),
+            shard_flags=tuple(args.shard_flag),
+            checkpoint=checkpoint and checkpoint.absolute(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +166,7 @@ def _run(command: Command, setup: Setup, stage: Stage, limit: float) -> Ended:
         f"--out={command.out}",
         f"--seconds={max(LEAST_SECONDS, limit - STOP_SECONDS):.0f}",
         *(f"--shard-flag={flag}" for flag in command.shard_flags),
+        *([f"--checkpoint={command.checkpoint}"] if command.checkpoint else []),
     ]
     module = [sys.executable, "-m", "bench.gpu.stage", stage.module]
     return run([*module, *arguments], environment=setup.environment, cwd=ROOT, limit_seconds=limit)

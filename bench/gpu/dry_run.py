@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,18 @@ from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.model_runner.graph_capture import SIZES
 from millrace_shard.model_runner.piecewise_layers import TOKEN_COUNTS
 
-IN_FLOAT32 = "steps"
-"""The stage with a type that no other one has."""
+WITH_A_COLD_START = "server"
+"""The stage in which a server compiles its kernels again."""
+DEMO_SHAPE = Shape(
+    hidden_size=256,
+    num_layers=4,
+    num_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=704,
+    vocab_size=2048,
+)
+IN_FLOAT32 = {"steps": TINY, "reference": DEMO_SHAPE}
+"""The models of stages with a type that no other one has."""
 CORES = 16
 SECONDS_OF_KERNEL = {
     "attend_tiles": 3.1,
@@ -71,6 +82,10 @@ CHECKED_LAUNCH = 1e-3
 """Seconds of a launch in the checks of bits, with the random numbers and copies before it."""
 CASE_SECONDS = 0.2
 """Of one case of the checks of kernels, whose expectation plain torch computes in some hundred launches."""
+TRACE_SECONDS = 4.0
+"""To write a trace, and compress it."""
+VLLM_START = 75.0
+"""Seconds in which vLLM compiles layers and captures graphs, without weights."""
 PEER_RATE, SERVED_SHARE = 0.45, 0.9
 """`transformers`' rate, and the server's, as parts of the engine's."""
 SANITIZER_SLOWDOWN = 5.0
@@ -162,9 +177,13 @@ def estimates(scale: Scale) -> list[Estimate]:
     with launches_noted() as served:
         for case in starts((scale.model, scale.small), torch.bfloat16):
             case()
-    with launches_noted() as in_float32:
-        for case in starts((TINY,), torch.float32):
-            case()
+    with launches_noted() as cold:
+        next(starts((scale.model,), torch.bfloat16))()
+    in_float32 = {}
+    for name, shape in IN_FLOAT32.items():
+        with launches_noted() as in_float32[name]:
+            for case in starts((shape,), torch.float32):
+                case()
     first = {*checked, *served}
     work = _work(scale, checked.total())
     result = []
@@ -172,9 +191,12 @@ def estimates(scale: Scale) -> list[Estimate]:
         kernels, cores = set[Kernel](), 1
         if stage.name == "compilation":
             kernels, cores = first, CORES
-        elif stage.name == IN_FLOAT32:
+        elif stage.name == WITH_A_COLD_START:
+            kernels = set(cold)
+        elif stage.name in IN_FLOAT32:
             # One process compiles what is left.
-            kernels = set(in_float32) - first
+            kernels = set(in_float32[stage.name]) - first
+            first |= kernels
         compiling = compiling_seconds(kernels, cores)
         result.append(Estimate(stage, len(kernels), compiling, work[stage.name]))
     return result
@@ -210,15 +232,17 @@ def _work(scale: Scale, launches: int) -> dict[str, float]:
         "bits": IMPORTS + launches * CHECKED_LAUNCH,
         "capture": IMPORTS + _capture(scale),
         "verify": 2 * (2 * SERVER_START + 8.0),
+        "reference": IMPORTS + 4.0,
         "steps": IMPORTS + scale.random_steps * 0.012,
         "sanitizer": 2 * SANITIZER_SLOWDOWN * 3.0,
-        "decode": IMPORTS + _opened(scale) + _decode(scale),
+        "decode": IMPORTS + _opened(scale) + _decode(scale) + TRACE_SECONDS,
         "prefill": IMPORTS + _weights(scale) + (scale.repeats + 2) * _prefill(scale),
         # Both modes; about 15 cases of each, with a warm-up.
         "rates": IMPORTS + 2 * 15 * (WARM_UP_SECONDS + 0.1),
         "small": IMPORTS + _graphs(scale.small.num_layers, scale.small_batch) + 1.0,
         "server": IMPORTS + _server(scale),
         "transformers": IMPORTS + 10.0 + 2 * _load(scale, scale.load) / PEER_RATE,
+        "vllm": IMPORTS + (_vllm(scale) if find_spec("vllm") else 0.0),
         "memory": IMPORTS + _opened(scale) + _memory(scale),
         "faults": 2 * IMPORTS + 4.0,
         "tests": IMPORTS + 7.0,
@@ -276,10 +300,16 @@ def _capture(scale: Scale) -> float:
 
 
 def _server(scale: Scale) -> float:
-    """Written and read once, and the load over HTTP."""
-    files = 2 * num_bytes(scale.model) / DISK_RATE / 4
+    """Written once and read by two starts, of which the second ends when it is ready, and the load over HTTP."""
+    files = 3 * num_bytes(scale.model) / DISK_RATE / 4
     start = SERVER_START + _graphs(scale.model.num_layers, max(scale.batches))
-    return files + start + 3 * _load(scale, scale.load) / SERVED_SHARE
+    return files + 2 * start + 3 * _load(scale, scale.load) / SERVED_SHARE
+
+
+def _vllm(scale: Scale) -> float:
+    """Written and read once, compiled, and the load three times."""
+    files = 2 * num_bytes(scale.model) / DISK_RATE / 4
+    return files + VLLM_START + 3 * _load(scale, scale.load)
 
 
 def _memory(scale: Scale) -> float:

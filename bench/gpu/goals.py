@@ -10,7 +10,7 @@ from bench.gpu.figures import CHECK, UNCHECKED, Figure, shown
 
 READ_RATE, COPY_RATE, MATRIX_RATE = "memory read", "memory copy", "matrix product, bfloat16"
 DECODE, PREFILL, SMALL = "decode", "prefill", "small"
-ENGINE, SERVER, PEER, TESTS = "engine", "server", "transformers", "tests"
+ENGINE, SERVER, PEER, VLLM, TESTS = "engine", "server", "transformers", "vllm", "tests"
 ACTIVITY, RATE, TRACE, READY = "activity", "rate", "trace", "ready"
 THROTTLED = "throttled"
 """The detail of a figure during which the GPU was throttled: how often, and why."""
@@ -78,12 +78,15 @@ def checks(figures: Iterable[Figure]) -> list[Line]:
 def speeds(figures: Iterable[Figure]) -> list[Line]:
     """Every goal of speed, measured or not."""
     found = Figures(figures)
+    vllm = [_ratio(found, "engine against vLLM", (ENGINE, VLLM), least=1.0)]
     return [
         *_decodes(found),
         *_prefills(found),
         *_small(found),
         _ratio(found, "server against engine", (SERVER, ENGINE), least=0.92),
         _ratio(found, "engine against transformers", (ENGINE, PEER), least=2.0),
+        # A check says where it is not installed.
+        *(vllm if found.all(VLLM) else []),
     ]
 
 

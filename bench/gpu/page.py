@@ -123,6 +123,10 @@ class Results:
             for kind, unit in goals.UNIT.items()
             if (limit := figures.last(kind)) is not None
         ]
+        starts = [
+            f"{f.name} {shown(f.value)} {f.unit}{goals.throttle_mark(f)}"
+            for f in figures.all(goals.READY)
+        ]
         rates = [_rate(figure, peak) for figure in figures.all(goals.RATE)]
         activities = [_activity(figure) for figure in figures.all(goals.ACTIVITY)]
         parts = [
@@ -130,6 +134,7 @@ class Results:
             "" if peak else f"No data sheet of {name or 'this device'} is known here.",
             "" if self._shape == GOALS_SHAPE else f"The goals are for {GOALS_SHAPE}.",
             markdown(SPEED_HEADINGS, [_cells(line) for line in speeds(self._figures)]),
+            f"Seconds from the start of a server: {', '.join(starts)}." if starts else "",
             markdown(ACTIVITY_HEADINGS, activities) if activities else "",
             markdown(RATE_HEADINGS, rates) if rates else "",
         ]

@@ -34,6 +34,8 @@ class Setting:
     """The time of `time.monotonic` at which the stage should end."""
     shard_flags: tuple[str, ...] = ()
     """More flags for the shard."""
+    checkpoint: Path | None = None
+    """A published checkpoint to compare, if there is one."""
 
     @property
     def is_cuda(self) -> bool:

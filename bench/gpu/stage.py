@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--shard-flag", action="append", default=[])
+    parser.add_argument("--checkpoint", type=Path)
     args = parser.parse_args()
     # SIGTERM becomes an exit, so that a stage ends its children and removes its files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -48,6 +49,7 @@ def main() -> int:
         out=args.out,
         deadline=time.monotonic() + args.seconds,
         shard_flags=tuple(args.shard_flag),
+        checkpoint=args.checkpoint,
     )
     try:
         # A stage whose packages are missing fails alone.

@@ -71,8 +71,9 @@ def serving(
     environment: Mapping[str, str] | None = None,
     launcher: Sequence[str] = LAUNCHER,
     sockets: Path | None = None,
+    ready_seconds: float = READY_SECONDS,
 ) -> Iterator[RunningServer]:
-    """Run a server of `model` for the length of the block; raises ServerError.
+    """Run a server of `model` for the length of the block; raises ServerError, also if it is not ready in time.
 
     `launcher` are Python's arguments that start `millrace-launcher`; `sockets` is the folder of the shards' sockets.
     """
@@ -89,7 +90,9 @@ def serving(
             *flags,
         ]
         offline = {"HF_HUB_OFFLINE": "1", **(environment or {})}
-        with running(command, port=port, log=log, environment=offline) as server:
+        with running(
+            command, port=port, log=log, environment=offline, ready_seconds=ready_seconds
+        ) as server:
             yield server
 
 
@@ -101,6 +104,7 @@ def running(
     log: Path,
     environment: Mapping[str, str],
     dialect: Dialect = TGI,
+    ready_seconds: float = READY_SECONDS,
 ) -> Iterator[RunningServer]:
     """Run a server's command for the length of the block; raises ServerError.
 
@@ -119,16 +123,16 @@ def running(
             f"http://127.0.0.1:{port}", psutil.Process(launcher.pid), dialect=dialect
         )
         try:
-            _wait_until_healthy(server, launcher, log)
+            _wait_until_healthy(server, launcher, log, ready_seconds)
             yield server
         finally:
             _stop(launcher, server)
 
 
 def _wait_until_healthy(
-    server: RunningServer, launcher: subprocess.Popen[bytes], log: Path
+    server: RunningServer, launcher: subprocess.Popen[bytes], log: Path, seconds: float
 ) -> None:
-    deadline = time.monotonic() + READY_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if launcher.poll() is not None:
             raise ServerError(f"the launcher ended with {launcher.returncode}:\n{_tail(log)}")
@@ -140,7 +144,7 @@ def _wait_until_healthy(
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass
         time.sleep(POLL_SECONDS)
-    raise ServerError(f"no /health within {READY_SECONDS:.0f} s:\n{_tail(log)}")
+    raise ServerError(f"no /health within {seconds:.0f} s:\n{_tail(log)}")
 
 
 def _tail(log: Path) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's CPU build through `LLM`, its own loop of steps. Runs in bench/.peers/vllm."""
+"""vLLM through `LLM`, its own loop of steps: the CPU build in bench/.peers/vllm, or a GPU's in our own process."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ class VllmEngine:
             yield number, len(output.outputs[0].token_ids), output.finished
 
 
-def load(model: Path, limits: Limits) -> VllmEngine:
-    """A model with prefix caching off, because each repetition sends the same prompts."""
+def load(model: Path, limits: Limits, *, enforce_eager: bool = True) -> VllmEngine:
+    """A model with prefix caching off, because each repetition sends the same prompts.
+
+    `enforce_eager` leaves out graphs and compiled layers.
+    """
     llm = LLM(
         model=str(model),
         dtype="bfloat16",
@@ -52,7 +55,7 @@ def load(model: Path, limits: Limits) -> VllmEngine:
         max_num_seqs=limits.max_streams,
         max_num_batched_tokens=max(MAX_BATCHED_TOKENS, limits.max_tokens),
         enable_prefix_caching=False,
-        enforce_eager=True,
+        enforce_eager=enforce_eager,
         disable_log_stats=True,
     )
     return VllmEngine(llm)

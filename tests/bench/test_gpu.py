@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from bench.gpu.figures import Figure, append, check, read, unchecked
 from bench.gpu.page import NO_GPU, Results
 from bench.gpu.plan import STAGES, TOTAL_SECONDS, Stage, limit_seconds
 from bench.gpu.setting import Setting
-from bench.gpu.speed import decode, rates
+from bench.gpu.speed import decode, rates, vllm
 from bench.harness.checkpoints import EMBEDDING, describe, tensor_shapes
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
@@ -238,6 +239,9 @@ def test_ratios_need_both_sides() -> None:
     found = verdicts([engine, server, peer])
     assert found["server against engine"] == ("0.930 x", "met")
     assert found["engine against transformers"] == ("1.667 x", "missed")
+    assert "engine against vLLM" not in found
+    vllm = Figure(name="v", kind=goals.VLLM, value=1250.0, unit="tok/s")
+    assert verdicts([engine, vllm])["engine against vLLM"] == ("0.800 x", "missed")
     assert verdicts([server, peer])["server against engine"] == ("", "not measured")
 
 
@@ -340,6 +344,58 @@ def test_decodes_of_every_batch_and_a_whole_load_are_measured(tmp_path: Path) ->
     assert decodes[1].detail["bytes"] == decode_bytes(TINY, first + second)
 
 
+VLLM = """
+class TokensPrompt(dict):
+    pass
+
+class SamplingParams:
+    def __init__(self, **options):
+        self.left = options["max_tokens"]
+
+class LLM:
+    def __init__(self, **options):
+        assert options["max_num_seqs"] == 4 and options["enforce_eager"]
+        self.llm_engine = self
+        self.running = {}
+
+    def add_request(self, request_id, prompt, parameters):
+        assert len(prompt["prompt_token_ids"]) == 16
+        self.running[request_id] = parameters
+
+    def step(self):
+        from types import SimpleNamespace
+        for name, parameters in list(self.running.items()):
+            parameters.left -= 1
+            if not parameters.left:
+                del self.running[name]
+            # As later versions name requests inside the engine.
+            request = SimpleNamespace(token_ids=[1])
+            yield SimpleNamespace(
+                request_id=f"{name}-a1b2", outputs=[request], finished=not parameters.left
+            )
+"""
+
+
+def test_the_load_runs_on_vllm_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (missing,) = figures_of(vllm, tmp_path)
+    assert missing.text() == "the load on vLLM: not checked, vLLM is not installed here"
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(VLLM)
+    (tmp_path / "vllm" / "sampling_params.py").write_text(
+        "from types import SimpleNamespace\nRequestOutputKind = SimpleNamespace(DELTA=1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    figures = figures_of(vllm, tmp_path)
+    for name in ("vllm", "vllm.sampling_params", "bench.peers.vllm_engine"):
+        monkeypatch.delitem(sys.modules, name)
+    assert [figure.kind for figure in figures] == [goals.VLLM] * vllm.RUNS
+    assert figures[-1].name == "vLLM, 4 x (16 in, 8 out)"
+    assert figures[-1].value > 0
+
+
 def test_the_idle_share_is_the_time_in_which_no_work_runs() -> None:
     events = [
         Event("kernel", True, 10, 20),
@@ -365,7 +421,8 @@ def test_the_longest_kernels_are_those_with_the_most_time_in_all(tmp_path: Path)
     events += [Event("a|b", True, 10, 12), Event("a|b", True, 13, 14), Event("host", False, 0, 99)]
     rows = longest(events)
     assert len(rows) == LONGEST
-    assert rows[0] == ("a|b", 2, 0.003, pytest.approx(3 / 13))
+    assert rows[0][:3] == ("a|b", 2, 0.003)
+    assert rows[0][3] == pytest.approx(3 / 13)
     detail = {"file": "trace.json.gz", "work": "some steps", "kernels": rows}
     trace = Figure(name="trace", kind=goals.TRACE, value=2e6, unit="bytes", detail=detail)
     page = results(tmp_path, trace).text()

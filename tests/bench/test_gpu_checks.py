@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import math
 import os
 import runpy
 import sys
@@ -17,7 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from bench.gpu.checks import agreement, bits, capture, compilation, faults, memory, steps, verify
+from bench.gpu.checks import (
+    agreement,
+    bits,
+    capture,
+    compilation,
+    faults,
+    memory,
+    reference,
+    steps,
+    verify,
+)
 from bench.gpu.children import Ended
 from bench.gpu.engine.kernels import kernels_for
 from bench.gpu.engine.random_steps import RandomSteps
@@ -29,6 +40,7 @@ from bench.gpu.plan import Stage
 from bench.gpu.programs import mixed_step
 from bench.gpu.setting import Setting
 from bench.harness.checkpoints import write_checkpoint
+from bench.harness.paths import DEMO
 from torch import Tensor
 
 from millrace_shard.batch.step import Forward
@@ -134,6 +146,26 @@ def test_random_steps_with_other_tokens_are_detected(checkpoint: Path) -> None:
     other = run(0)
     assert "other tokens" in other.detail["problem"]
     assert other.value > other.most
+
+
+def test_tokens_are_judged_by_transformers(tmp_path: Path) -> None:
+    demo, checkpoint = figures_of(reference.run, setting(tmp_path))
+    assert (demo.kind, demo.detail["tokens"]) == (CHECK, 4 * reference.INTERPRETED_TOKENS)
+    assert demo.value <= demo.most
+    assert checkpoint.text().endswith("not checked, --checkpoint names none")
+    folder = replace(setting(tmp_path), checkpoint=DEMO)
+    assert figures_of(reference.run, folder)[1].value <= reference.TOLERANCE[torch.bfloat16]
+
+
+def test_a_token_that_is_not_the_likeliest_is_behind() -> None:
+    expected = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.25, 0.25]]).log()
+    logprobs = expected[[0, 1], [0, 1]].tolist()
+    difference, behind = reference.judged(expected, [0, 1], logprobs)
+    assert difference == 0
+    assert behind == pytest.approx(math.log(2))
+    assert reference.judged(expected, [0, 0], [math.log(0.7), math.log(0.25)])[0] == pytest.approx(
+        math.log(2)
+    )
 
 
 REPORT = {

@@ -88,21 +88,27 @@ def compared(
 
 
 def runner(
-    folder: Path, kernels: Kernels, device: torch.device, config: ShardConfig | None
+    folder: Path,
+    kernels: Kernels,
+    device: torch.device,
+    config: ShardConfig | None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> StepRunner:
-    """A warmed up runner of the checkpoint in float32, with graphs if there is a `config` and a GPU."""
+    """A warmed up runner of the checkpoint, with graphs if there is a `config` and a GPU.
+
+    It has room for MAX_ROWS sequences of MAX_TOKENS.
+    """
     group = ProcessGroup.single()
     model = load_model(
         folder,
-        dtype=torch.float32,
+        dtype=dtype,
         kernels=kernels,
         group=group,
         device=device,
         max_total_tokens=MAX_TOKENS,
     )
-    loaded = LoadedModel(
-        model=model, kernels=kernels, group=group, device=device, dtype=torch.float32
-    )
+    loaded = LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
     blocks = -(-MAX_TOKENS // kernels.block_size)
     request = WarmupRequest(
         max_batch_prefill_tokens=MAX_TOKENS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -99,7 +100,7 @@ def cases(kernels: Kernels, setting: Setting) -> Iterator[Case]:
             x = random(rows, inputs)
             yield Case(
                 f"{name} {inputs} to {outputs}, {rows} rows",
-                _in_turn([lambda linear=linear, x=x: linear(x) for linear in linears]),
+                _in_turn([partial(linear, x) for linear in linears]),
                 weight_bytes + BF16 * rows * (inputs + outputs),
                 2.0 * rows * outputs * inputs,
                 is_decode=rows != prompt,
@@ -154,9 +155,7 @@ def _attention(kernels: Kernels, scale: Scale, random: Random) -> Iterator[Case]
         pairs = rows * (context if queries == 1 else queries * (queries + 1) / 2)
         yield Case(
             f"attention, {rows} x {queries} queries at {context}",
-            lambda q=q, batch=batch, cache=cache: kernels.attend(
-                q, batch, cache, scale=shape.head_size**-0.5
-            ),
+            partial(kernels.attend, q, batch, cache, scale=shape.head_size**-0.5),
             rows * (context * kv_bytes + 2 * BF16 * queries * width),
             4.0 * pairs * width,
             is_decode=queries == 1,
@@ -170,14 +169,14 @@ def _over_rows(kernels: Kernels, shape: Shape, random: Random, prompt: int) -> I
     x, residual, weight = random(prompt, hidden), random(prompt, hidden), random(hidden)
     yield Case(
         f"norm after a residual, {prompt} rows",
-        lambda: kernels.add_rms_norm(x, residual, weight, 1e-5),
+        partial(kernels.add_rms_norm, x, residual, weight, 1e-5),
         4 * BF16 * prompt * hidden,
         is_decode=False,
     )
     gate_up = random(prompt, 2 * inter)
     yield Case(
         f"activation, {prompt} rows",
-        lambda: kernels.silu_mul(gate_up),
+        partial(kernels.silu_mul, gate_up),
         3 * BF16 * prompt * inter,
         is_decode=False,
     )
