@@ -58,6 +58,23 @@ def query(*arguments: str, program: str = PROGRAM) -> str | None:
     return done.stdout
 
 
+def states(program: str = PROGRAM) -> list[dict[str, str | None]]:
+    """The STATE of each GPU; None for a field that the driver does not know. Empty without an answer."""
+    text = query(f"--query-gpu={','.join(STATE)}", FORMAT, program=program)
+    if text is not None:
+        return read_rows(text, STATE)
+    # One unknown field fails the whole query.
+    columns = {}
+    for field in STATE:
+        text = query(f"--query-gpu={field}", FORMAT, program=program)
+        columns[field] = [row[field] for row in read_rows(text or "", (field,))]
+    count = len(columns["uuid"])
+    return [
+        {field: values[gpu] if len(values) == count else None for field, values in columns.items()}
+        for gpu in range(count)
+    ]
+
+
 def read_rows(text: str, fields: Sequence[str]) -> list[dict[str, str | None]]:
     """A row of each line of FORMAT; None for "[N/A]" and other values in brackets. The last field may have commas.
 

@@ -74,6 +74,29 @@ def test_states_of_several_gpus_have_none_for_what_is_not_reported() -> None:
     assert smi.read_rows("No devices were found\n", smi.STATE) == []
 
 
+def test_a_field_that_the_driver_does_not_know_leaves_the_others(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        """#!/bin/sh
+case "$1" in
+*,*|*=mig.mode.current) echo 'Field "mig.mode.current" is not a valid field to query.'; exit 2;;
+*=uuid) printf 'GPU-8a1b\\nGPU-9c2d\\n';;
+*=ecc.mode.current) printf 'Enabled\\n[N/A]\\n';;
+*) printf '1\\n2\\n';;
+esac
+"""
+    )
+    program.chmod(0o755)
+    first, second = smi.states(str(program))
+    assert (first["uuid"], first["ecc.mode.current"], first["mig.mode.current"]) == (
+        A,
+        "Enabled",
+        None,
+    )
+    assert (second["uuid"], second["ecc.mode.current"], second["memory.free"]) == (B, None, "2")
+    assert smi.states(str(tmp_path / "missing")) == []
+
+
 def test_processes_are_those_of_the_gpu_without_this_one() -> None:
     assert list(preflight.other_processes(PROCESSES, A)) == [
         "tritonserver --model a,b (pid 4242, 61234 MiB)",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.gpu.engine.kernels import RefusingCapture, few_pieces, graphs_for
+from bench.gpu.engine.kernels import RefusingCapture, few_pieces, graphs_for, interpreted_graphs
 from bench.gpu.engine.session import Opened, Session, largest_distance, opened, other_tokens, start
 from bench.gpu.figures import Figure, check
 from bench.gpu.setting import Emit, Setting
@@ -18,7 +18,6 @@ from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.lora.adapter_table import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.interface import CausalModel, MakeLayers
 
 NUM_STEPS = 2
@@ -105,7 +104,7 @@ def survived(model: Opened, setting: Setting) -> Figure:
     waiting = replace(model.loaded, model=WaitingModel(model.loaded.model))
     graphs = graphs_for(model.config, setting.device)
     if not setting.is_cuda:
-        graphs = GraphSettings(model.config.cuda_graphs, RefusingCapture)
+        graphs = interpreted_graphs(model.config.cuda_graphs, RefusingCapture)
     rows = max(setting.scale.batches)
     reason = ""
     distance = float("inf")

@@ -172,8 +172,7 @@ def look() -> tuple[Host, dict[str, str]]:
     """The host, and the links from its first GPU to the others."""
     uuid, cache = properties()["uuid"], Path(os.environ[CACHE])
     cache.mkdir(parents=True, exist_ok=True)
-    text = smi.query(f"--query-gpu={','.join(smi.STATE)}", smi.FORMAT) or ""
-    states = smi.read_rows(text, smi.STATE)
+    states = smi.states()
     state = next((row for row in states if row["uuid"] == uuid), states[0] if states else {})
     text = smi.query(f"--query-compute-apps={','.join(smi.PROCESS)}", smi.FORMAT) or ""
     missing = "Triton is not installed" if find_spec("triton") is None else missing_for_triton()

@@ -19,7 +19,7 @@ from millrace_shard.kernels.build import use_triton_cache
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.model_runner import piecewise_layers
-from millrace_shard.model_runner.graph_capture import Captured, CaptureError, GraphSettings
+from millrace_shard.model_runner.graph_capture import Capture, Captured, CaptureError, GraphSettings
 from millrace_shard.models.description import ModelDescription
 
 CUDA = torch.device("cuda")
@@ -79,7 +79,14 @@ def graphs_for(config: ShardConfig, device: torch.device) -> GraphSettings | Non
     """The graphs of the shard; on CPU, of the same sizes, by repetition."""
     if device.type == "cuda":
         return graph_settings(config, device)
-    return GraphSettings(config.cuda_graphs, RepeatingCapture)
+    return interpreted_graphs(config.cuda_graphs, RepeatingCapture)
+
+
+def interpreted_graphs(
+    sizes: tuple[int, ...] | None, new_capture: Callable[[], Capture]
+) -> GraphSettings:
+    """Graphs without pieces of layers for more tokens than a tile of the interpreter can have."""
+    return GraphSettings(sizes, new_capture, large_pieces=())
 
 
 @contextmanager
