@@ -164,7 +164,7 @@ def _run(command: Command, setup: Setup, stage: Stage, limit: float) -> Ended:
         f"--shape={setup.shape}",
         f"--figures={setup.figures}",
         f"--out={command.out}",
-        f"--seconds={max(LEAST_SECONDS, limit - STOP_SECONDS):.0f}",
+        f"--until={time.monotonic() + max(LEAST_SECONDS, limit - STOP_SECONDS):.1f}",
         *(f"--shard-flag={flag}" for flag in command.shard_flags),
         *([f"--checkpoint={command.checkpoint}"] if command.checkpoint else []),
     ]

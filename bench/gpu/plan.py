@@ -44,57 +44,57 @@ STAGES = (
         8,
     ),
     Stage("bench.gpu.checks.compilation", "Do the kernels compile, in parallel?", 80, 2),
-    Stage("bench.gpu.checks.agreement", "Do the kernels agree with plain torch?", 15, 25),
+    Stage("bench.gpu.checks.agreement", "Do the kernels agree with plain torch?", 15, 40),
     Stage(
         "bench.gpu.checks.bits",
         "Has a row the same bits alone, in company, in a prompt and in a chunk?",
         15,
-        15,
+        20,
     ),
     Stage("bench.gpu.checks.steps", "Do random steps yield the tokens of a shard on CPU?", 44, 25),
     Stage(
         "bench.gpu.checks.reference",
         "Are greedy tokens those of `transformers` on the same device?",
         32,
-        20,
+        25,
     ),
     Stage(
         "bench.gpu.checks.capture",
         "Do graphs yield what eager steps do? Is a failed capture survived?",
         25,
-        85,
+        75,
     ),
     Stage(
         "bench.gpu.speed.decode",
         "How close to the memory's rate is a decode, and where does a step go?",
         45,
-        55,
+        50,
     ),
-    Stage("bench.gpu.speed.rates", "How close is each kernel to the device's peaks?", 28, 30),
-    Stage("bench.gpu.speed.prefill", "How close to the matrix rate is a prefill?", 15, 30),
+    Stage("bench.gpu.speed.rates", "How close is each kernel to the device's peaks?", 28, 25),
+    Stage("bench.gpu.speed.prefill", "How close to the matrix rate is a prefill?", 15, 28),
     Stage(
         "bench.gpu.speed.server",
         "What does HTTP leave of the engine's rate? How long is a start?",
         82,
-        60,
+        50,
     ),
     Stage(
         "bench.gpu.checks.verify",
         "Does `millrace-verify` hold, deterministic mode on and off?",
         75,
-        60,
+        55,
     ),
-    Stage("bench.gpu.checks.memory", "Does a full cache with every part of sampling fit?", 25, 35),
+    Stage("bench.gpu.checks.memory", "Does a full cache with every part of sampling fit?", 25, 30),
     Stage("bench.gpu.speed.small", "What does a step cost in which the CPU's work shows?", 11, 10),
     Stage("bench.gpu.checks.faults", "Are planted faults distinguished and survived?", 22, 10),
     Stage(
-        "bench.gpu.checks.sanitizer", "Does compute-sanitizer find a bad access or a race?", 30, 20
+        "bench.gpu.checks.sanitizer", "Does compute-sanitizer find a bad access or a race?", 30, 24
     ),
     Stage(
-        "bench.gpu.speed.transformers", "How fast is `transformers`' continuous batching?", 30, 15
+        "bench.gpu.speed.transformers", "How fast is `transformers`' continuous batching?", 30, 12
     ),
-    Stage("bench.gpu.speed.vllm", "How fast is vLLM, if it is installed?", 10, 5),
-    Stage("bench.gpu.checks.tests", "Do the tests that need a device pass?", 14, 20),
+    Stage("bench.gpu.speed.vllm", "How fast is vLLM, if it is installed?", 10, 6),
+    Stage("bench.gpu.checks.tests", "Do the tests that need a device pass?", 14, 30),
 )
 """By what they reveal. Kernels that are wrong make all figures void, so their checks are first, then whole steps and
 graphs; then the speeds that nothing else tells, then what a server adds, then rare failures and other programs. The

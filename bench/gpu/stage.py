@@ -30,7 +30,12 @@ def main() -> int:
     parser.add_argument("--shape", choices=SCALES, required=True)
     parser.add_argument("--figures", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument(
+        "--until",
+        type=float,
+        required=True,
+        help="on the monotonic clock, which counts imports, too",
+    )
     parser.add_argument("--shard-flag", action="append", default=[])
     parser.add_argument("--checkpoint", type=Path)
     args = parser.parse_args()
@@ -49,7 +54,7 @@ def main() -> int:
         device=torch.device(args.device),
         scale=SCALES[args.shape],
         out=args.out,
-        deadline=time.monotonic() + args.seconds,
+        deadline=args.until,
         shard_flags=tuple(args.shard_flag),
         checkpoint=args.checkpoint,
     )
