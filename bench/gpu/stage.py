@@ -19,7 +19,7 @@ from bench.gpu.children import UNUSABLE
 from bench.gpu.engine.scale import SCALES
 from bench.gpu.figures import Figure, append
 from bench.gpu.setting import Setting, UnusableError
-from millrace_testing.triton_interpreter import multiply_rows_alike, spare_unused_work
+from millrace_testing.triton_interpreter import spare_unused_work
 
 
 def main() -> int:
@@ -61,7 +61,6 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
         # As in the tests: half of the interpreter's time.
         spare_unused_work()
-        multiply_rows_alike()
     try:
         # A stage whose packages are missing fails alone.
         importlib.import_module(args.module).run(setting, emit)

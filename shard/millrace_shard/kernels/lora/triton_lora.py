@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
-from millrace_shard.kernels.cuda.triton_linear import dot
 from millrace_shard.kernels.lora.adapted_linear import Product
 from millrace_shard.kernels.lora.adapter_table import BLOCK_ROWS, DEPTH, LoraSite
 
@@ -36,10 +36,23 @@ MANY_BLOCKS = 32
 
 _VARYING = ["grid_slices", "num_modules", "first_module"]
 """Numbers that differ by layer and by adapter, for whose values nothing is compiled."""
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _SLICE = tl.constexpr(16)
 _ROWS = tl.constexpr(BLOCK_ROWS)
 _BLOCK = tl.constexpr(BLOCK_ROWS + 1)
 _ENTRY = tl.constexpr(5)
+
+
+@triton.jit
+def _dot(left, right, total):
+    """`total` + `left` [m, k] @ `right` [k, n]."""
+    if _INTERPRETED:
+        # numpy's products of matrices take their sums in an order that follows from the shapes.
+        pairs = left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :]
+        total += tl.sum(pairs, 1)
+    else:
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -90,7 +103,7 @@ def _shrink(
                 known = column < num_inputs
                 left = tl.load(a_rows + column, mask=known, other=0.0)
                 right = tl.load(x_rows + column, mask=known & (row >= 0)[:, None], other=0.0)
-                product = dot(left, tl.trans(right), product)
+                product = _dot(left, tl.trans(right), product)
             total += product
         where = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         where = (where * tl.num_programs(0) + tl.program_id(0)) * _SLICE
@@ -128,7 +141,7 @@ def _delta(
         first = (each * tl.cdiv(num_outputs, _SLICE) * _SLICE).to(tl.int64)
         at = (first + output)[:, None] * _SLICE + rank[None, :]
         left = tl.load(b + at, mask=wanted[:, None], other=0.0)
-        total = dot(left, state.to(x.dtype.element_ty), total)
+        total = _dot(left, state.to(x.dtype.element_ty), total)
     if bias != 0:
         values = bias.to(tl.pointer_type(tl.float32))
         total += tl.load(values + output, mask=wanted, other=0.0)[:, None]
