@@ -401,7 +401,7 @@ def longest_in(memory: KVMemory, request: WarmupRequest, shape: CacheShape) -> i
         request.max_total_tokens or shape.max_position_embeddings, shape.max_position_embeddings
     )
     own = shape.bytes_per_token - sum(each.bytes_per_token for each in shape.windows)
-    if request.max_total_tokens is not None or own <= 0:
+    if own <= 0:
         return most
     earlier = ((request.num_blocks or 1) - 1) * shape.block_size
     return min(most, max(memory.max_bytes // own, earlier, 2))
@@ -426,10 +426,14 @@ def _check_total(max_total: int, num_blocks: int, shape: CacheShape) -> None:
             f"`max_total_tokens`={max_total} is more than the model's {shape.max_position_embeddings} positions"
         )
     if max_total > num_blocks * shape.block_size:
-        raise CapacityError(
-            f"Not enough memory to handle `max_total_tokens`={max_total}: they take"
-            f" {shape.bytes_for(max_total)} bytes of KV cache on each shard (--kv-memory)"
-        )
+        raise total_too_large(max_total, shape)
+
+
+def total_too_large(max_total: int, shape: CacheShape) -> CapacityError:
+    return CapacityError(
+        f"Not enough memory to handle `max_total_tokens`={max_total}: they take"
+        f" {shape.bytes_for(max_total)} bytes of KV cache on each shard (--kv-memory)"
+    )
 
 
 def cache_too_large(num_tokens: int) -> CapacityError:

@@ -39,6 +39,7 @@ from millrace_shard.engine.kv_capacity import (
     longest_in,
     prefill_too_large,
     spread_prefill,
+    total_too_large,
 )
 from millrace_shard.engine.loaded_model import AdapterMemory, LoadedModel, reserve_adapter_pages
 from millrace_shard.kernels.build import warn_of_compilations
@@ -330,6 +331,18 @@ def _usable(graphs: GraphSettings | None, loaded: LoadedModel) -> GraphSettings 
     return graphs
 
 
+def _longest(loaded: LoadedModel, memory: KVMemory, request: WarmupRequest) -> int:
+    """Positions of the longest sequence of the profile run.
+
+    Raises CapacityError if `max_total_tokens` are more, on all ranks: their rotary tables may be shorter.
+    """
+    shape = loaded.cache_shape()
+    longest = loaded.group.minimum(longest_in(memory, request, shape))
+    if longest < min(request.max_total_tokens or 0, shape.max_position_embeddings):
+        raise total_too_large(request.max_total_tokens or 0, shape)
+    return longest
+
+
 def _memory_after_profile_run(
     loaded: LoadedModel,
     request: WarmupRequest,
@@ -341,7 +354,7 @@ def _memory_after_profile_run(
     shape, rows = loaded.cache_shape(), request.max_batch_size
     # Tables take memory for each position of a sequence. Ranks whose steps differ would wait for each other.
     free = _kv_memory(loaded.device, limits, -adapter_bytes)
-    max_tokens = loaded.group.minimum(longest_in(free, request, shape))
+    max_tokens = _longest(loaded, free, request)
     longest = min(request.max_input_tokens or max_tokens, max_tokens - 1)
     lengths = spread_prefill(
         request.max_batch_prefill_tokens,

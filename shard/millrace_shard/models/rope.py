@@ -226,7 +226,7 @@ class RopeTables:
     def limit(self, layers: Sequence[KVLayer]) -> None:
         """Leave out positions for whose keys a GPU has no memory in `layers`: a million take half a gigabyte here.
 
-        A length that is set is refused later if it does not fit, after steps of that length.
+        A longer `max_total_tokens` is refused in the warm-up, before steps of that length.
         """
         if self.device.type == "cuda":
             _, total = free_cuda_memory(self.device)

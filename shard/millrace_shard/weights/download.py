@@ -34,7 +34,7 @@ from millrace_shard.weights.checkpoint_files import (
     refuse_other_kinds,
     weight_files,
 )
-from millrace_shard.weights.gguf.file_names import lines_aside, tags
+from millrace_shard.weights.gguf.file_names import lines_aside, reason_aside, tags
 
 CONNECT_SECONDS = 5.0
 PORTS = {"http": 80, "https": 443}
@@ -212,6 +212,9 @@ def _download(
     files = [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
     if (parts := choose(files)) is not None:
         _log_choice(model_id, parts, [file.path for file in files])
+        # A snapshot with the model counts as complete, so its encoder comes first.
+        if encoder := [part for part in parts if reason_aside(part.path) is not None]:
+            fetch(encoder)
         return _with_progress(fetch, parts, model_id, access) / parts[0].path
     small = metadata_files(files)
     if not small:

@@ -54,7 +54,6 @@ from millrace_shard.weights.gguf.file_names import (
     part_names,
 )
 from millrace_shard.weights.gguf.known_folders import Beside, prepared_folder
-from millrace_shard.weights.gguf.mmproj import readable
 from millrace_shard.weights.published import (
     NO_SAMPLING,
     PublishedModel,
@@ -240,16 +239,16 @@ def _from_gguf(
 ) -> Path:
     if not path.is_file():
         raise HubError(f"file {path} does not exist")
-    beside_it = mmproj_beside(path) if mmproj is None else None
-    images = None if mmproj in {None, OFF} else Path(str(mmproj)).expanduser()
-    images = images if beside_it is None else readable(beside_it, path)
+    images = mmproj_beside(path) if mmproj is None else Path(mmproj).expanduser()
+    if mmproj == OFF:
+        images = None
     used = {path.name} | (set() if images is None else {images.name})
     for line in lines_aside(each.name for each in path.parent.iterdir() if each.name not in used):
         log.info("%s", line)
-    if images is not None:
-        log.info("%s reads images", images)
     source = None if tokenizer is None else _tokenizer_folder(tokenizer, settings)
-    beside = Beside(tokenizer=source, sampling=sampling, mmproj=images)
+    beside = Beside(
+        tokenizer=source, sampling=sampling, mmproj=images, may_lack_images=mmproj is None
+    )
     return _beside(settings, lambda root: prepared_folder(path, root / "gguf", beside))
 
 

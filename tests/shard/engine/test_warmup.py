@@ -151,7 +151,7 @@ def test_out_of_memory_before_a_step_names_the_larger_part(
     setup, request = Setup(ThreeLayers()), replace(REQUEST, max_total_tokens=total)
     setup.model.info = replace(setup.model.info, max_position_embeddings=5000)
     with pytest.raises(CapacityError, match=flag):
-        setup.warm_up(request, profile=True)
+        setup.warm_up(request, num_blocks=5000, profile=True)
 
 
 def test_the_profile_run_has_adapters_for_many_rows_and_for_few(tmp_path: Path) -> None:
@@ -320,7 +320,8 @@ def test_the_profile_run_has_a_decode_of_the_longest_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "num_blocks", "longest"), [(None, None, 96), (400, None, 400), (None, 9, 128)]
+    ("total", "num_blocks", "longest"),
+    [(None, None, 96), (400, None, 96), (70, None, 70), (None, 9, 128)],
 )
 def test_the_profile_run_has_no_longer_sequences_than_the_memory_holds(
     total: int | None, num_blocks: int | None, longest: int
@@ -347,6 +348,14 @@ def test_a_model_with_more_positions_than_memory_is_profiled_with_fewer() -> Non
     longest = max(end for batch in setup.model.batches for end in batch.num_context)
     assert longest < 10_000
     assert warmed_up.capacity.max_total_tokens <= longest
+
+
+def test_a_length_beyond_the_memory_is_refused_before_a_step_of_that_length() -> None:
+    setup = Setup()
+    setup.model.info = replace(setup.model.info, max_position_embeddings=1_000_000)
+    with pytest.raises(CapacityError, match="memory to handle `max_total_tokens`=900000: they"):
+        setup.warm_up(replace(REQUEST, max_total_tokens=900_000), profile=True)
+    assert not any(max(batch.num_context) > 10_000 for batch in setup.model.batches)
 
 
 def test_sequences_that_do_not_fit_at_their_full_length_name_the_flags() -> None:

@@ -212,6 +212,10 @@ def test_the_file_that_reads_images_is_fetched_with_the_model(
         assert not (bare / "mmproj.gguf").exists()
         folder = resolve(REPO, revision=None, settings=known)
         assert fetched(hub) == {"BF16/m-BF16.gguf", "mmproj-m-F16.gguf"}
+        hub.requests.clear()
+        resolve(f"{REPO}:BF16", revision=None, settings=settings(hub, tmp_path / "new"))
+        downloads = [each for each in hub.requests if each.startswith("GET") and ".gguf" in each]
+        assert "mmproj" in downloads[0], "what is cut off later leaves no model without its encoder"
         assert "mmproj-m-F32.gguf is left aside: it is for images" in caplog.messages
         hub.requests.clear()
         offline = settings(hub, tmp_path, offline=True)

@@ -140,7 +140,7 @@ def _scales_of_blocks(weight: PackedCodes, scales: Tensor) -> Tensor | None:
     """`scales` [groups, out] of blocks as the library reads them; None if they are not of blocks that it has here."""
     if not _has_blocks(weight.codes.device):
         return None
-    if weight.group_size != BLOCK or weight.num_outputs % BLOCK:
+    if weight.group_size != BLOCK or weight.num_outputs % BLOCK or weight.num_inputs % BLOCK:
         return None
     blocks = scales.view(len(scales), -1, BLOCK)
     if not torch.equal(blocks, blocks[:, :, :1].expand_as(blocks)):

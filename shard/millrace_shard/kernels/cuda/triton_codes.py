@@ -182,6 +182,6 @@ def code_rows(
     out = codes + (row.to(tl.int64) * tl.num_programs(1) + group) * width
     for begin in range(0, width, columns):
         at = begin + tl.arange(0, columns)
-        found = tl.load(source + at, mask=(at < width) & (row < num_rows), other=0.0)
-        code = encoded(found[None, :], scale, _E4M3)
+        inputs = tl.load(source + at, mask=(at < width) & (row < num_rows), other=0.0)
+        code = encoded(inputs[None, :], scale, _E4M3)
         tl.store(out[None, None] + at[None, :], code, mask=(at < width)[None, :])

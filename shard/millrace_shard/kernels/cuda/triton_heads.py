@@ -41,8 +41,8 @@ def multiply_heads(
     """
     head = tl.program_id(1).to(tl.int64)
     row, output = tile_of(num_rows, num_outputs, rows, outputs)
-    given = (row < num_rows)[:, None]
-    wanted = (output < num_outputs)[:, None]
+    has_row = (row < num_rows)[:, None]
+    has_output = (output < num_outputs)[:, None]
     at = tl.arange(0, inputs)
     x_rows = x + head * head_stride + (row.to(tl.int64) * row_stride)[:, None]
     weight_rows = weight + (head * num_outputs + output)[:, None] * num_inputs
@@ -50,15 +50,15 @@ def multiply_heads(
     for start in range(0, num_inputs, inputs):
         column = (start + at)[None, :]
         if whole_blocks:
-            left = tl.load(weight_rows + column, mask=wanted, other=0.0)
-            right = tl.load(x_rows + column, mask=given, other=0.0)
+            left = tl.load(weight_rows + column, mask=has_output, other=0.0)
+            right = tl.load(x_rows + column, mask=has_row, other=0.0)
         else:
             known = column < num_inputs
-            left = tl.load(weight_rows + column, mask=wanted & known, other=0.0)
-            right = tl.load(x_rows + column, mask=given & known, other=0.0)
+            left = tl.load(weight_rows + column, mask=has_output & known, other=0.0)
+            right = tl.load(x_rows + column, mask=has_row & known, other=0.0)
         total = dot(left, tl.trans(right), total)
     where = head * out_head_stride + row.to(tl.int64) * out_row_stride
-    mask = wanted & (row < num_rows)[None, :]
+    mask = has_output & (row < num_rows)[None, :]
     tl.store(out + where[None, :] + output[:, None], total.to(out.dtype.element_ty), mask=mask)
 
 

@@ -32,12 +32,14 @@ def _padded(channels: tl.constexpr):
 def _read(pointers, known, channel, channels: tl.constexpr, masked: tl.constexpr):
     """Channels of rows at `pointers` [n, padded], 0 where not `known`, if `masked`, and past the last channel."""
     if masked:
-        found = tl.load(pointers, mask=known[:, None] & (channel < channels)[None, :], other=0.0)
+        channels_read = tl.load(
+            pointers, mask=known[:, None] & (channel < channels)[None, :], other=0.0
+        )
     elif channel.shape[0] != channels:
-        found = tl.load(pointers, mask=(channel < channels)[None, :], other=0.0)
+        channels_read = tl.load(pointers, mask=(channel < channels)[None, :], other=0.0)
     else:
-        found = tl.load(pointers)
-    return found
+        channels_read = tl.load(pointers)
+    return channels_read
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def _first_input(step, group_size, group_steps: tl.constexpr, inputs: tl.constex
 @triton.jit
 def _inputs(
     rows,
-    given,
+    has_row,
     step,
     group_size,
     num_inputs,
@@ -71,9 +71,9 @@ def _inputs(
     group, first = _first_input(step, group_size, form.group_steps, form.inputs)
     column = first + tl.arange(0, form.inputs)
     if form.whole_steps:
-        return tl.load(rows + column[None, :], mask=given, other=0.0)
+        return tl.load(rows + column[None, :], mask=has_row, other=0.0)
     end = tl.minimum(group * group_size + group_size, num_inputs)
-    return tl.load(rows + column[None, :], mask=given & (column < end)[None, :], other=0.0)
+    return tl.load(rows + column[None, :], mask=has_row & (column < end)[None, :], other=0.0)
 
 
 @triton.jit
@@ -85,18 +85,18 @@ def _values(codes, lookup, step, output, num_outputs, form: tl.constexpr, elemen
     step_bytes: tl.constexpr = form.inputs * form.bits // 8
     place = (step * num_outputs + output).to(tl.int64) * step_bytes
     at = tl.arange(0, step_bytes)
-    found = tl.load(
+    raw = tl.load(
         codes + place[:, None] + at[None, :], mask=(output < num_outputs)[:, None], other=0
     )
     if form.bits == 4:
-        found = tl.join(found & 15, found >> 4).reshape(output.shape[0], form.inputs)
+        raw = tl.join(raw & 15, raw >> 4).reshape(output.shape[0], form.inputs)
     if form.kind == _INTEGERS:
-        values = _integers(found, form.bits, form.least, element)
+        values = _integers(raw, form.bits, form.least, element)
         rest = values
     elif form.kind >= _TABLE:
         # The pipeliner would take indirect loads from memory for tiles, and keep their results in shared memory.
         table = tl.load(lookup + tl.arange(0, 1 << form.bits))
-        flat = tl.gather(table, found.to(tl.int32).reshape(output.shape[0] * form.inputs), 0)
+        flat = tl.gather(table, raw.to(tl.int32).reshape(output.shape[0] * form.inputs), 0)
         values = flat.reshape(output.shape[0], form.inputs)
         rest = values
         if form.kind == _SUMS:
@@ -104,7 +104,7 @@ def _values(codes, lookup, step, output, num_outputs, form: tl.constexpr, elemen
             rest = values.to(tl.uint16).to(element, bitcast=True)
             values = (values >> 16).to(tl.uint16).to(element, bitcast=True)
     else:
-        values = numbers(found, form.kind, element)
+        values = numbers(raw, form.kind, element)
         rest = values
     return values, rest
 
@@ -148,13 +148,13 @@ def _sum_steps(
     column = first[:, None] + tl.arange(0, inputs)[None, :]
     end = tl.minimum(group * group_size + group_size, num_inputs)
     known = (column < end[:, None]) & (step < num_steps)[:, None]
-    found = tl.load(x + row.to(tl.int64) * row_stride + column, mask=known, other=0.0)
-    total = tl.sum(found.to(tl.float32), 1)
+    raw = tl.load(x + row.to(tl.int64) * row_stride + column, mask=known, other=0.0)
+    total = tl.sum(raw.to(tl.float32), 1)
     tl.store(sums + step * num_rows + row, total, mask=step < num_steps)
 
 
 @triton.jit
-def _add_step(summed, x_rows, row, given, weight, step, output, sizes, form: tl.constexpr):
+def _add_step(summed, x_rows, row, has_row, weight, step, output, sizes, form: tl.constexpr):
     """`summed` [outputs, rows] and the products of `step`, for `x_rows` [rows, 1] of pointers to the rows `row`.
 
     `weight` has codes, lookup, scales, offsets and sums; `sizes` the numbers of rows, outputs, inputs, and inputs of a
@@ -163,32 +163,32 @@ def _add_step(summed, x_rows, row, given, weight, step, output, sizes, form: tl.
     codes, lookup, scales, offsets, sums = weight
     num_rows, num_outputs, num_inputs, group_size = sizes
     element: tl.constexpr = x_rows.dtype.element_ty
-    wanted = output < num_outputs
-    right = tl.trans(_inputs(x_rows, given[:, None], step, group_size, num_inputs, form))
+    has_output = output < num_outputs
+    right = tl.trans(_inputs(x_rows, has_row[:, None], step, group_size, num_inputs, form))
     left, rest = _values(codes, lookup, step, output, num_outputs, form, element)
     product = dot(left.to(element), right, tl.zeros(summed.shape, tl.float32))
     if form.kind == _SUMS:
         product = dot(rest, right, product)
     group, _ = _first_input(step, group_size, form.group_steps, form.inputs)
     place = group * num_outputs + output
-    scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
+    scale = tl.load(scales + place, mask=has_output, other=0.0).to(tl.float32)
     if form.kind == _SIXTHS:
         scale = scale * _SIXTH
     summed = tl.fma(product, tl.broadcast_to(scale[:, None], summed.shape), summed)
     if form.has_offsets:
-        offset = tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)
-        of_rows = tl.load(sums + step * num_rows + row, mask=given, other=0.0)
+        offset = tl.load(offsets + place, mask=has_output, other=0.0).to(tl.float32)
+        of_rows = tl.load(sums + step * num_rows + row, mask=has_row, other=0.0)
         offset = tl.broadcast_to(offset[:, None], summed.shape)
         summed = tl.fma(offset, tl.broadcast_to(of_rows[None, :], summed.shape), summed)
     return summed
 
 
 @triton.jit
-def _store_tile(out, total, bias, where, output, wanted, given, has_bias: tl.constexpr):
+def _store_tile(out, total, bias, where, output, has_output, has_row, has_bias: tl.constexpr):
     """Store `total` [outputs, rows] and the bias of its outputs at `where`, the first output of each row."""
     if has_bias:
-        total += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[:, None]
-    mask = wanted[:, None] & given[None, :]
+        total += tl.load(bias + output, mask=has_output, other=0.0).to(tl.float32)[:, None]
+    mask = has_output[:, None] & has_row[None, :]
     tl.store(out + where[None, :] + output[:, None], total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -220,7 +220,7 @@ def _multiply_codes(
     See `PackedCodes` for `codes`, `lookup`, `scales` and `offsets`, and `_sum_steps` for `sums`.
     """
     row, output = tile_of(num_rows, num_outputs, rows, outputs)
-    given = row < num_rows
+    has_row = row < num_rows
     x_rows = x + (row.to(tl.int64) * row_stride)[:, None]
     weight = codes, lookup, scales, offsets, sums
     sizes = num_rows, num_outputs, num_inputs, group_size
@@ -229,10 +229,10 @@ def _multiply_codes(
         begin = (tl.program_id(1) * parts + index) * part_steps
         summed = tl.zeros([outputs, rows], tl.float32)
         for step in range(begin, tl.minimum(begin + part_steps, num_steps)):
-            summed = _add_step(summed, x_rows, row, given, weight, step, output, sizes, form)
+            summed = _add_step(summed, x_rows, row, has_row, weight, step, output, sizes, form)
         total += summed
     where = (tl.program_id(1).to(tl.int64) * num_rows + row) * num_outputs
-    _store_tile(out, total, bias, where, output, output < num_outputs, given, has_bias)
+    _store_tile(out, total, bias, where, output, output < num_outputs, has_row, has_bias)
 
 
 @triton.jit(do_not_specialize=["first_output", "num_expanded"])
@@ -267,16 +267,16 @@ def expand_codes(
     values, _ = _values(codes, lookup, step, output, num_outputs, form, element)
     values = values.to(tl.float32)
     group, first = _first_input(step, group_size, form.group_steps, form.inputs)
-    wanted = within < num_expanded
+    has_output = within < num_expanded
     place = group * num_outputs + output
-    scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
+    scale = tl.load(scales + place, mask=has_output, other=0.0).to(tl.float32)
     weight = values * scale[:, None]
     if form.has_offsets:
-        weight += tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        weight += tl.load(offsets + place, mask=has_output, other=0.0).to(tl.float32)[:, None]
     column = first + tl.arange(0, form.inputs)
     known = column < tl.minimum(group * group_size + group_size, num_inputs)
     where = within.to(tl.int64)[:, None] * num_inputs + column[None, :]
-    tl.store(out + where, weight.to(element), mask=wanted[:, None] & known[None, :])
+    tl.store(out + where, weight.to(element), mask=has_output[:, None] & known[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts"])
@@ -314,8 +314,8 @@ def multiply_expert_codes(
     start = tl.load(starts + expert)
     count = tl.load(starts + expert + 1) - start
     place = tile * rows + tl.arange(0, rows)
-    given = place < count
-    pair = tl.load(order + start + place, mask=given, other=0).to(tl.int64)
+    has_row = place < count
+    pair = tl.load(order + start + place, mask=has_row, other=0).to(tl.int64)
     row = pair // pairs_per_row
     output = tl.program_id(1) * outputs + tl.arange(0, outputs)
     own = expert.to(tl.int64) * num_outputs
@@ -327,6 +327,6 @@ def multiply_expert_codes(
     sizes = num_rows, num_outputs, num_inputs, group_size
     total = tl.zeros([outputs, rows], tl.float32)
     for step in range(num_steps):
-        total = _add_step(total, x_rows, row, given, weight, step, output, sizes, form)
+        total = _add_step(total, x_rows, row, has_row, weight, step, output, sizes, form)
     where = pair * num_outputs
-    _store_tile(out, total, bias + own, where, output, output < num_outputs, given, has_bias)
+    _store_tile(out, total, bias + own, where, output, output < num_outputs, has_row, has_bias)

@@ -6,6 +6,7 @@ sizes, means and deviations; the rest is as in the family's published checkpoint
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +100,10 @@ class Clip:
 
     def activation(self, gelu: str = "gelu_pytorch_tanh") -> str:
         """The function in a layer, where `gelu` is the family's name of ggml's."""
-        if self.metadata.flag("clip.use_gelu"):
+        is_gelu, is_silu = (self.metadata.flag(f"clip.use_{name}") for name in ("gelu", "silu"))
+        if is_gelu:
             return gelu
-        return "silu" if self.metadata.flag("clip.use_silu") else "quick_gelu"
+        return "silu" if is_silu else "quick_gelu"
 
     def inner(self) -> tuple[int, str, str]:
         """The width inside a layer's feed-forward half, and the file's names of its first and its last linear.
@@ -304,7 +306,8 @@ def qwen2(clip: Clip) -> Encoder:
             **vision,
             "embed_dim": hidden,
             "hidden_size": text_size,
-            "mlp_ratio": inner / hidden,
+            # Rounded up, since the width is the product without its fraction.
+            "mlp_ratio": math.nextafter(inner / hidden, math.inf),
         },
         tensors=tensors,
         outer={},

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from millrace_shard.weights.checkpoint_files import TOKENIZER, changed_recently, file_state
 from millrace_shard.weights.gguf.file_names import parts_of
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 4
 """Changes with the contents of a prepared folder, and with its checks."""
@@ -41,6 +44,8 @@ class Beside:
     """Values for generation_config.json that the files lack."""
     mmproj: Path | None = None
     """The file with the encoder of images."""
+    may_lack_images: bool = False
+    """Whether only text is served if that encoder is not known."""
 
 
 def prepared_folder(path: Path, root: Path, beside: Beside) -> Path:
@@ -50,10 +55,17 @@ def prepared_folder(path: Path, root: Path, beside: Beside) -> Path:
     """
     folder = known_folder(path, root, beside)
     if folder is not None:
+        if beside.mmproj is not None:
+            log.info("%s reads images", beside.mmproj)
         return folder
-    # The import brings torch, which takes seconds.
+    # The imports bring torch, which takes seconds.
     from millrace_shard.weights.gguf.folder import prepare_gguf  # noqa: PLC0415
+    from millrace_shard.weights.gguf.mmproj import is_readable  # noqa: PLC0415
 
+    if beside.mmproj is not None:
+        if beside.may_lack_images and not is_readable(beside.mmproj, path):
+            return prepared_folder(path, root, replace(beside, mmproj=None))
+        log.info("%s reads images", beside.mmproj)
     folder = prepare_gguf(
         path,
         root,

@@ -58,7 +58,7 @@ UNUSED_TENSORS = frozenset({"v.token_embd.img_break"})
 
 
 class UnsupportedProjector(UnsupportedModel):
-    """An encoder of a kind that is not known, or not for this text model."""
+    """An encoder of which something is not known, or that is not for this text model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ class Mmproj:
         raise ModelError(f"{self.header.path.name} (projector_type {self.kind}) {reason}; {REMEDY}")
 
 
-def readable(path: Path, model: Path) -> Path | None:
-    """Return `path`, a file next to `model`, if its encoder is known for such text models; else warn, and return None.
+def is_readable(path: Path, model: Path) -> bool:
+    """Whether the encoder in `path`, a file next to `model`, is known for such text models; warns if it is not.
 
     Raises ModelError for a damaged file.
     """
@@ -154,8 +154,8 @@ def readable(path: Path, model: Path) -> Path | None:
             )
     except UnsupportedProjector as error:
         log.warning("images are refused, and only text is served: %s", error)
-        return None
-    return path
+        return False
+    return True
 
 
 def _check(header: GgufHeader, tensors: Mapping[str, Stored]) -> None:
@@ -172,12 +172,14 @@ def _check(header: GgufHeader, tensors: Mapping[str, Stored]) -> None:
             )
     extra = sorted(header.tensors.keys() - expected.keys() - UNUSED_TENSORS)
     if extra:
-        raise UnsupportedModel(f"{header.path.name} has tensor {extra[0]}, which is not supported")
+        raise UnsupportedProjector(
+            f"{header.path.name} has tensor {extra[0]}, which is not supported"
+        )
 
 
 def _refuse_unknown(metadata: Metadata) -> None:
-    """Raise UnsupportedModel for the first key that is neither understood nor without effect."""
+    """Raise UnsupportedProjector for the first key that is neither understood nor without effect."""
     without_effect = {f"{PREFIX}{name}" for name in WITHOUT_EFFECT}
     for key in metadata.unread("clip."):
         if key not in without_effect and not key.startswith("clip.has_"):
-            raise UnsupportedModel(f"{metadata.describe(key)} is not supported")
+            raise UnsupportedProjector(f"{metadata.describe(key)} is not supported")

@@ -13,7 +13,7 @@ from torch import Tensor
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.weights.quantized.fp4 import Mxfp4Linear, Nvfp4Linear
-from millrace_shard.weights.quantized.fp8 import FP8, Fp8Linear, block_of
+from millrace_shard.weights.quantized.fp8 import EXACT, FP8, Fp8Linear, block_of
 from millrace_shard.weights.quantized.gptq import input_order
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, ModuleTensors, Shape
 from millrace_shard.weights.quantized.quantization import LinearFormat, Quantization
@@ -149,9 +149,10 @@ def compressed_tensors(settings: Settings) -> Quantization:
     ignore = settings.words("ignore")
     _check_patterns(ignore)
     summaries = dict.fromkeys(group.summary for group in groups)
-    notes = []
-    if any(isinstance(g, dict) and g.get("input_activations") for g in config_groups.values()):
-        notes.append(f"{FP8} where input_activations requests it")
+    raw = [group for group in config_groups.values() if isinstance(group, dict)]
+    notes = [EXACT] if any(group.get("input_activations") for group in raw) else []
+    if any(_has_e4m3_inputs(group) for group in raw):
+        notes = [f"{FP8} where input_activations requests it"]
     return Quantization(
         method=METHOD,
         summary=f"{METHOD}, {'; '.join(summaries)}",

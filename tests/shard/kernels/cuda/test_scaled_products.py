@@ -70,8 +70,8 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def weight_of(group_size: int | None) -> QuantizedTensor:
-    part = random_codes("e4m3", OUTPUTS, INPUTS, group_size)
+def weight_of(group_size: int | None, inputs: int = INPUTS) -> QuantizedTensor:
+    part = random_codes("e4m3", OUTPUTS, inputs, group_size)
     of_block = torch.arange(OUTPUTS) // 128 * 128
     scales = part.scales if group_size is None else part.scales[of_block]
     return replace(part, scales=scales, e4m3_inputs=True)
@@ -83,8 +83,8 @@ def linear(part: QuantizedTensor, *operators: str, bias: Tensor | None = None) -
     return kernels.linear_from(LinearWeights(weight, bias))
 
 
-def random_rows(count: int) -> Tensor:
-    return torch.randn(count, INPUTS, generator=torch.Generator().manual_seed(1)).to(DEVICE, BF16)
+def random_rows(count: int, inputs: int = INPUTS) -> Tensor:
+    return torch.randn(count, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, BF16)
 
 
 def rounded(x: Tensor, width: int) -> Tensor:
@@ -140,6 +140,12 @@ def test_many_rows_are_multiplied_in_e4m3(
 def test_other_weights_stay_with_exact_rows(part: QuantizedTensor) -> None:
     x = random_rows(EXPANDED_ROWS)
     assert torch.equal(linear(part, "scaled_mm")(x), linear(part)(x))
+
+
+def test_inputs_that_are_not_whole_blocks_stay_exact(blocks: list[tuple[int, ...]]) -> None:
+    part, x = weight_of(128, 192), random_rows(EXPANDED_ROWS, 192)
+    assert torch.equal(linear(part, "scaled_mm")(x), linear(part)(x))
+    assert blocks == []
 
 
 def test_the_check_at_the_start_has_rows_that_e4m3_has_exactly(
