@@ -104,12 +104,13 @@ def span_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
     return Tiling(rows=MIN_ROWS, chunk=64, num_warps=4, num_stages=3)
 
 
-def fixed_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
+def fixed_tiling(dtype: torch.dtype, head_dim: int, *, is_coded: bool = False) -> Tiling:
     """The tiling of deterministic mode: wide enough for prompts, narrow enough for single queries."""
     if dtype == torch.float32:
         return Tiling(rows=MIN_ROWS, chunk=32, num_warps=4, num_stages=2)
     if head_dim > 128:
-        return Tiling(rows=64, chunk=32, num_warps=8, num_stages=3)
+        # The numbers of codes take registers, which a third stage would spill.
+        return Tiling(rows=64, chunk=32, num_warps=8, num_stages=2 if is_coded else 3)
     # More warps than rows / 16 would repeat one another's products; longer chunks would spill registers.
     return Tiling(rows=64, chunk=32, num_warps=4, num_stages=3)
 
@@ -154,7 +155,11 @@ class PagedAttention:
         self, choose: Callable[[torch.dtype, int], Tiling], queries: Tensor, cache: LayerCache
     ) -> Tiling:
         _, num_heads, head_dim = queries.shape
-        tiling = (fixed_tiling if self._deterministic else choose)(queries.dtype, head_dim)
+        if self._deterministic:
+            is_coded = cache.scales is not None
+            tiling = fixed_tiling(queries.dtype, head_dim, is_coded=is_coded)
+        else:
+            tiling = choose(queries.dtype, head_dim)
         return tiling.fitted(
             num_heads // cache.keys.shape[2],
             triton.next_power_of_2(head_dim) * queries.element_size(),

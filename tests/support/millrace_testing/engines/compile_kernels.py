@@ -126,8 +126,9 @@ def attention(
         return dataclasses.asdict(tiling.fitted(group, head_bytes, memory))
 
     fast = coded_tile_tiling if codes else tile_tiling
-    tiles = fitted((fixed_tiling if fixed else fast)(dtype, head_dim))
-    spans = fitted((fixed_tiling if fixed else span_tiling)(dtype, head_dim))
+    always = fixed_tiling(dtype, head_dim, is_coded=codes != NO_CODES)
+    tiles = fitted(always if fixed else fast(dtype, head_dim))
+    spans = fitted(always if fixed else span_tiling(dtype, head_dim))
     prompts, singles = triton_attention.attend_tiles, triton_attention.attend_spans
     ends: dict[str, Any] = {"has_sinks": has_sinks, "has_ends": has_ends}
     yield compile_kernel(prompts, dtype, capability, in_spans=fixed, **ends, **constants, **tiles)
