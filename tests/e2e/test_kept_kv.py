@@ -206,8 +206,9 @@ def truncate(store: Store) -> None:
 
 
 def swap(store: Store) -> None:
-    pair = [store.open[-1], np.flatnonzero(store.entries["state"] == SEALED)[0]]
-    store.entries[pair] = store.entries[pair[::-1]]
+    # All open ones: a request that ends now may have left one of them, at which nobody looks.
+    entries = [*store.open, np.flatnonzero(store.entries["state"] == SEALED)[0]]
+    store.entries[entries] = store.entries[np.roll(entries, 1)]
     store.write()
 
 
