@@ -1,4 +1,4 @@
-"""What `make bench-gpu` would do on a GPU, stage by stage, with estimated seconds: `python -m bench.gpu.dry_run`.
+"""The plan of `make bench-gpu` on a GPU, stage by stage, with estimated seconds: `python -m bench.gpu.dry_run`.
 
 It needs no GPU: the checks of the first stages, and of a start, run on the CPU without any kernel, and each launch is
 noted as what Triton would compile for it. The other stages follow from bytes and rates of a GPU of the size of an H100.
@@ -81,7 +81,7 @@ LAUNCHES_PER_LAYER = 11
 CHECKED_LAUNCH = 1e-3
 """Seconds of a launch in the checks of bits, with the random numbers and copies before it."""
 CASE_SECONDS = 0.2
-"""Of one case of the checks of kernels, whose expectation plain torch computes in some hundred launches."""
+"""Seconds for a case of the kernels' checks, whose expectation plain torch computes in some hundred launches."""
 TRACE_SECONDS = 4.0
 """To write a trace, and compress it."""
 VLLM_START = 75.0
@@ -97,7 +97,7 @@ Kernel = tuple[str, tuple[tuple[str, object], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one stage would do."""
+    """The work of a stage, and its estimated seconds."""
 
     stage: Stage
     kernels: int

@@ -45,7 +45,7 @@ State = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What the stages need and what there is."""
+    """Facts of this host that decide which stages can run."""
 
     state: State
     """Empty where nvidia-smi does not answer."""
@@ -57,7 +57,7 @@ class Host:
     """Bytes for compiled kernels."""
     cache: Path
     missing: str | None
-    """What Triton lacks."""
+    """A program or header that Triton needs and this host does not have; None if it has all."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -113,7 +113,7 @@ def obstacle(host: Host, scale: Scale) -> str | None:
 
 
 def notes(host: Host, scale: Scale) -> Iterator[str]:
-    """What makes figures worse or stages fail, though the run can go on."""
+    """Yield warnings: the run can go on, with worse figures or failing stages."""
     state = host.state
     if not state:
         yield "nvidia-smi does not answer: no clocks, and nothing says whether figures are throttled"
@@ -154,7 +154,7 @@ def versions() -> dict[str, str]:
 
 
 def properties() -> dict[str, str]:
-    """What torch says of the GPU."""
+    """Return the properties of the GPU as torch reports them."""
     device = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
     return {
