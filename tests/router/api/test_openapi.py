@@ -519,9 +519,30 @@ def test_every_exception_is_needed() -> None:
 
 FIELD_SCHEMAS = DOCUMENT["components"]["schemas"]
 WHOLE = ("ChatRequest", "GenerateParameters", "GenerateRequest", "CompatGenerateRequest")
+ABSENT: tuple[Schema, ...] = (
+    {"messages": [{"role": "user", "content": None}]},
+    {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "a"}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": None}],
+            },
+        ]
+    },
+    {"messages": [{"role": "user", "content": "hello"}], "system": None},
+)
+"""Conversations that lack texts, as clients' do."""
 FORM = re.compile(r"[A-Z`].+\. Range: .+\. Default: .+\.", re.DOTALL)
 BOUNDS = re.compile(r"Range: (-?[\d.]+) to (-?[\d]+(?:\.\d+)?)(?:;|\. )")
 TURN: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize("body", ABSENT)
+async def test_texts_that_are_null_are_taken_and_documented(body: Schema) -> None:
+    async with serving(echo, template="hello") as edge:
+        assert (await edge.post("/v1/messages/count_tokens", body))[0] == 200
+    assert fits(body, {"$ref": REFERENCE + "CountTokensRequest"})
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -149,7 +149,7 @@ async def test_a_prompt_shows_the_time_of_its_name() -> None:
 )
 async def test_a_name_of_another_form_is_refused(name: str) -> None:
     async with served() as edge:
-        for path, body in ROUTES.items():
+        for path, body in (*ROUTES.items(), ("/v2/models/m/infer", {"inputs": []})):
             status, answer, _ = await edge.post(path, body, headers={STREAM_HEADER: name})
             assert status in {400, 422}, path
             assert STREAM_HEADER in json.dumps(answer), path

@@ -77,9 +77,10 @@ class TextBlock(RequestModel):
 
 
 Text = Annotated[
-    Items[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
+    Items[TextBlock],
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock] | None),
 ]
-"""A string, or blocks of text."""
+"""A string, or blocks of text; null is none."""
 
 
 class SearchResultBlock(RequestModel):
@@ -213,7 +214,7 @@ ResultContent = Annotated[
             ),
         ]
     ],
-    BeforeValidator(_as_blocks, json_schema_input_type=str | list[Any]),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[Any] | None),
 ]
 """A string, or blocks."""
 
@@ -262,9 +263,9 @@ Block = Annotated[
 ]
 _KINDS: dict[type, str] = {LeftOutBlock: "left_out", ForeignBlock: "foreign"}
 Content = Annotated[
-    Items[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])
+    Items[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block] | None)
 ]
-"""A string, or blocks."""
+"""A string, or blocks; null is a turn without any."""
 
 
 def joined(blocks: Iterable[object]) -> str:

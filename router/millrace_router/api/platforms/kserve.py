@@ -27,6 +27,7 @@ from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest,
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError
 from millrace_router.server.bodies import json_response
+from millrace_router.server.headers import names_of
 from millrace_router.server.operation import NAMED, PREDICTING, Operation
 from millrace_router.server.services import SERVICES, Services, counting_refusals, scheduling_of
 from millrace_router.version import VERSION
@@ -272,6 +273,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
         texts = _texts(body, services)
         # The headers of a body without prompts are checked only here.
         scheduling_of(request, body.parameters.priority)
+        names_of(request)
     prompts = [text for tensor in texts for text in tensor]
     works = [_answer(request, one, body.parameters, place) for place, one in enumerate(prompts)]
     answers = iter(await gather(works))
