@@ -247,11 +247,44 @@ def test_scales_that_count_units_take_a_byte(
     assert 0 <= packed.numel() - 96 * bytes_needed < 2048
     linear = linear_of(weight, integer=integer)
     whole = linear(x)
-    assert torch.equal(whole, linear_of(replace(weight, units=None), integer=integer)(x))
+    if integer:  # units scale sums of several groups then
+        check(whole, weight, x, integer=True)
+    else:
+        assert torch.equal(whole, linear_of(replace(weight, units=None), integer=False)(x))
     for rows in (1, 2, 7, 13):
         assert torch.equal(linear(x[-rows:]), whole[-rows:]), rows
     part, tail = weight.rows(0, 32), weight.rows(32, 96)
     assert torch.equal(linear_of(part, tail, integer=integer)(x), linear(x))
+
+
+@pytest.mark.parametrize("count", [-128, 127])
+@pytest.mark.parametrize(
+    ("values", "group"),
+    [
+        (torch.arange(16.0), 32),
+        (torch.arange(256.0), 32),
+        (torch.arange(16.0) - 4, 16),
+        (torch.arange(256.0) - 32, 16),
+    ],
+    ids=["Q4_K", "Q5_K", "Q3_K", "Q6_K"],
+)
+def test_the_largest_sums_that_counts_multiply_are_exact(
+    values: Tensor, group: int, count: int
+) -> None:
+    largest = {(16, 32): 15, (256, 32): 31, (16, 16): 7, (256, 16): 63}[len(values), group]
+    for code in (0, largest):
+        codes = torch.full((32, 32), code, dtype=torch.uint8)
+        codes[0, 0], codes[1, 1] = largest, 0
+        units = ScaleUnits(torch.ones(32, 1), torch.ones(32, 1))
+        scales = torch.full((32, 32 // group), float(count))
+        weight = QuantizedTensor(
+            codes=codes, values=values, scales=scales, group_size=group, units=units
+        )
+        linear = linear_of(weight, integer=True)
+        for rows in (1, 3, 9, 40):
+            y = linear(torch.full((rows, 32), -127.0).to(BF16))
+            expected = values[codes.long()].double().sum(1) * count * -127
+            assert torch.equal(y.double(), expected.expand_as(y)), (code, rows)
 
 
 NUM_RANDOM = int(os.environ.get("RANDOM_FORMS", "30"))

@@ -37,6 +37,7 @@ enum class ScaleType : int64_t { kNone, kFloat, kBFloat16, kHalf, kUnits };
 
 constexpr int64_t kUnitInputs = 256;
 constexpr int64_t kUnitBytes = 2 * kPanelColumns;
+constexpr int64_t kUnitSteps = kUnitInputs / tiles::kDepth;
 
 inline int64_t scale_bytes(ScaleType type) {
   if (type == ScaleType::kNone) return 0;
@@ -172,6 +173,15 @@ struct CodePanels {
   bool replaces_rows() const { return is_integer() || order != nullptr; }
   // Whether products need the sums of a row over groups.
   bool needs_sums() const { return offset_size > 0 || (is_integer() && header->zero != 0); }
+  // Whether the sums of integer products are multiplied with counts of units, and with the units only at the end of each
+  // kUnitInputs inputs, as in all K-quants. The numbers of a step's inputs, multiplied with counts, are exact in float32.
+  bool counts_units() const {
+    const int64_t zero = header->zero, largest = header->largest;
+    const bool counts_offsets = header->offsets == ScaleType::kUnits || header->offsets == ScaleType::kNone;
+    if (header->input_parts != 1 || header->scales != ScaleType::kUnits || !counts_offsets) return false;
+    if (is_half) return zero % 2 == 0 && zero <= 32 && largest - zero <= 32 && largest < 64;
+    return group_steps == 1 && zero == 0 && largest < 32;
+  }
   int64_t grain() const { return std::max<int64_t>(1, kGrainOfWeights / panel_bytes); }
 
   // The codes of the steps from `step` on, to the end of their group.
@@ -188,6 +198,11 @@ struct CodePanels {
   // The units of a group's scales; those of its offsets follow them.
   const uint8_t* units(int64_t panel, int64_t group) const {
     return data + panel * panel_bytes + group * header->group / kUnitInputs * unit_size;
+  }
+
+  // kLanes units of a group's scales, or of its offsets, from the i-th output of the panel on.
+  Vec load_unit(int64_t panel, int64_t group, bool of_offsets, int64_t i) const {
+    return load_halves(units(panel, group) + (of_offsets ? kUnitBytes : 0) + 2 * i);
   }
 
   // kLanes scales, and offsets, of a group, from the i-th output of the panel on.

@@ -144,26 +144,38 @@ class IntegerLoop {
   // Adds the sums of rows [begin, end) of a block to their results, in the order of IntegerRows.
   void add(const Step& of, int64_t begin, int64_t end) const {
     if (begin >= end) return;
-    const int64_t group = of.step / w_.group_steps;
-    const bool begins = of.step % w_.group_steps == 0;
-    const bool ends = (of.step + 1) % w_.group_steps == 0 || of.step + 1 == w_.steps;
+    const bool counts = w_.counts_units();
+    const int64_t group = of.step / w_.group_steps, steps = counts ? kUnitSteps : w_.group_steps;
+    const int64_t first = of.step / steps * steps;
+    const bool begins = of.step == first, ends = (of.step + 1) % steps == 0 || of.step + 1 == w_.steps;
     for (int64_t row = begin; row < end; row++) {
       const RoundedInputs& rounded = rows_.rounded(of.row + row)[of.step];
       for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
         const int64_t place = place_of(row, i / kLanes);
         float *total = of.results + place, *partial = total + kBlockSums;
         const __m512i numbers = _mm512_add_epi32(_mm512_load_si512(of.sums + place), all_ints(rounded.starts[0]));
-        const Vec sum = at::vec::fmadd(to_float(numbers), Vec(rounded.scale), begins ? Vec(0.f) : load(partial));
+        const Vec integers = counts ? to_float(numbers) * load(part_.scales(group) + i) : to_float(numbers);
+        const Vec sum = at::vec::fmadd(integers, Vec(rounded.scale), begins ? Vec(0.f) : load(partial));
         if (!ends) {
           save(partial, sum);
           continue;
         }
-        Vec result = at::vec::fmadd(sum, load(part_.scales(group) + i), group == 0 ? Vec(0.f) : load(total));
-        if (w_.offset_size > 0)
-          result = at::vec::fmadd(load(part_.offsets(group) + i), Vec(rows_.sums(of.row + row)[group]), result);
+        const Vec scale = counts ? w_.load_unit(of.panel, group, false, i) : load(part_.scales(group) + i);
+        Vec result = at::vec::fmadd(sum, scale, first == 0 ? Vec(0.f) : load(total));
+        if (w_.offset_size > 0) result = add_offsets(of, row, first, group, i, result);
         save(total, result);
       }
     }
+  }
+
+  // Adds the offsets of groups [first, last], which share a unit, to the i-th results of a row.
+  Vec add_offsets(const Step& of, int64_t row, int64_t first, int64_t last, int64_t i, const Vec& result) const {
+    const float* inputs = rows_.sums(of.row + row);
+    if (!w_.counts_units()) return at::vec::fmadd(load(part_.offsets(last) + i), Vec(inputs[last]), result);
+    Vec sum(0.f);
+    for (int64_t group = first; group <= last; group++)
+      sum = at::vec::fmadd(load(part_.offsets(group) + i), Vec(inputs[group]), sum);
+    return at::vec::fmadd(sum, w_.load_unit(of.panel, last, true, i), result);
   }
 
   // Where the sums of a row of a block are, for the i-th 16 outputs.

@@ -62,6 +62,38 @@ inline Vec to_float(Ints values) { return _mm256_cvtepi32_ps(values); }
 #endif
 constexpr int64_t kIntsBytes = sizeof(Ints);
 
+// sums + the products of four unsigned `values` with four signed bytes of `left`, where the CPU has an instruction for it.
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__)
+#define MILLRACE_QUADS 1
+inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm512_dpbusd_epi32(sums, values, left); }
+#elif !defined(CPU_CAPABILITY_AVX512) && defined(__AVXVNNI__)
+#define MILLRACE_QUADS 1
+inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm256_dpbusd_avx_epi32(sums, values, left); }
+#elif !defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define MILLRACE_QUADS 1
+inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm256_dpbusd_epi32(sums, values, left); }
+#endif
+
+#if defined(MILLRACE_QUADS)
+constexpr bool kHasQuads = true;
+#else
+constexpr bool kHasQuads = false;
+#endif
+
+// kLanes counts of outputs, each as a pair of words.
+inline Ints count_words(const uint8_t* counts) {
+  alignas(64) static constexpr int8_t kUpperBytes[64] = {
+      -1, 0, -1, 0, -1, 1, -1, 1, -1, 2,  -1, 2,  -1, 3,  -1, 3,  -1, 4,  -1, 4,  -1, 5,  -1, 5,  -1, 6,  -1, 6,  -1, 7,  -1, 7,
+      -1, 8, -1, 8, -1, 9, -1, 9, -1, 10, -1, 10, -1, 11, -1, 11, -1, 12, -1, 12, -1, 13, -1, 13, -1, 14, -1, 14, -1, 15, -1, 15};
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_srai_epi16(look_up(load_table(counts), load_ints(kUpperBytes)), 8);
+#else
+  int64_t eight;
+  std::memcpy(&eight, counts, sizeof eight);
+  return _mm256_srai_epi16(look_up(_mm256_set1_epi64x(eight), load_ints(kUpperBytes)), 8);
+#endif
+}
+
 constexpr int64_t kQuads = tiles::kDepth / 4;           // of a step
 constexpr int64_t kQuadBytes = 4 * kPanelColumns;       // of all outputs of a panel
 constexpr int64_t kStepValues = kQuads * kQuadBytes;    // bytes
@@ -186,7 +218,7 @@ class IntegerPart {
   const IntegerRun& run(int64_t i) const { return runs_[i]; }
   // The values of a step that is a group or two.
   const uint8_t* values(int64_t i) const { return first_ + i * stride_; }
-  // [32] of a group. A missing last half of a step has scales of 0.
+  // [32] of a group, or counts of units where w.counts_units(). A missing last half of a step has scales of 0.
   const float* scales(int64_t group) const { return scales_ + (group - first_group_) * kPanelColumns; }
   const float* offsets(int64_t group) const { return offsets_ + (group - first_group_) * kPanelColumns; }
   // The units of the first step that is a group or two.
@@ -229,13 +261,14 @@ class IntegerPart {
   template <typename At>
   void read_counts(const CodePanels& w, const At& at, int64_t skipped, const uint8_t* units, float* to) const {
     const int64_t each = w.scale_size + w.offset_size, per_step = w.is_half ? 2 : 1;
-    constexpr int64_t kVectors = kPanelColumns / kLanes, kUnitSteps = kUnitInputs / tiles::kDepth;
+    constexpr int64_t kVectors = kPanelColumns / kLanes;
     // Where a run is longer than a step, a part has one run for each unit, or fewer.
     const int64_t per_unit = std::max<int64_t>(1, kUnitSteps / w.group_steps);
     for (int64_t begin = 0; begin < count_; begin += per_unit, units += w.unit_size) {
       Vec of_outputs[kVectors];
 #pragma GCC unroll 4
-      for (int64_t i = 0; i < kVectors; i++) of_outputs[i] = load_halves(units + 2 * i * kLanes);
+      for (int64_t i = 0; i < kVectors; i++)
+        of_outputs[i] = w.counts_units() ? Vec(1.f) : load_halves(units + 2 * i * kLanes);
       for (int64_t number = begin; number < std::min(count_, begin + per_unit); number++)
         for (int64_t group = 0; group < per_step; group++, to += kPanelColumns)
 #pragma GCC unroll 4

@@ -1,31 +1,15 @@
 // Integer products of a few rows at a time with a part of a panel.
 //
 // Sums over 32 inputs, or over a group of 16, are exact. Those of a group are added one after the other, scaled as the
-// row's inputs are, and then, scaled as the group is, to the row's result. So a row's bits depend neither on other rows
-// nor on the instructions that compute the sums.
+// row's inputs are, and then, scaled as the group is, to the row's result. Where scales count units, exact sums are
+// multiplied with counts, and those of a unit's inputs are added one after the other before the unit scales them. So a
+// row's bits depend neither on other rows nor on the instructions that compute the sums.
 #pragma once
 
 #include "coded_rows.h"
 #include "integer_part.h"
 
 namespace millrace {
-
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__)
-#define MILLRACE_QUADS 1
-inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm512_dpbusd_epi32(sums, values, left); }
-#elif !defined(CPU_CAPABILITY_AVX512) && defined(__AVXVNNI__)
-#define MILLRACE_QUADS 1
-inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm256_dpbusd_avx_epi32(sums, values, left); }
-#elif !defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define MILLRACE_QUADS 1
-inline Ints add_quads(Ints sums, Ints values, Ints left) { return _mm256_dpbusd_epi32(sums, values, left); }
-#endif
-
-#if defined(MILLRACE_QUADS)
-constexpr bool kHasQuads = true;
-#else
-constexpr bool kHasQuads = false;
-#endif
 
 // Bytes of inputs, or rows with one each, whose sums fit into registers.
 #if defined(CPU_CAPABILITY_AVX512)
@@ -44,12 +28,18 @@ inline int summed_quads(int64_t largest) { return largest < 16 ? 8 : largest < 3
 #endif
 
 // Where the scales and offsets of a part are: in the part, or behind the codes of each step, which is a group then.
-enum class ScalesOf { kPart, kHalfSteps, kUnitSteps };  // in float16; counts of a unit that all steps share
+// In float16; counts of a unit that all steps share, and those that sums are multiplied with: see CodePanels::counts_units.
+enum class ScalesOf { kPart, kHalfSteps, kUnitSteps, kCounts };
+
+// Whether codes of a kind become values in registers, for few rows. All others are unpacked first.
+inline bool unpacks_in_registers(Codes codes) { return codes == Codes::kInteger4 || codes == Codes::kInteger6; }
 
 // Where a single row takes scales from: one stream of memory is faster than two, unless products of bytes take longer.
 inline ScalesOf scales_of_row(const CodePanels& w) {
   const CodeHeader& header = *w.header;
+  const bool counts = w.counts_units() && unpacks_in_registers(header.codes);
   const bool in_registers = header.codes == Codes::kInteger4 || (header.codes == Codes::kInteger8 && kHasQuads);
+  if (counts) return ScalesOf::kCounts;
   if (!in_registers || header.input_parts != 1 || w.group_steps != 1 || w.is_half) return ScalesOf::kPart;
   if (header.offsets != ScaleType::kNone && header.offsets != header.scales) return ScalesOf::kPart;
   if (header.scales == ScaleType::kHalf) return ScalesOf::kHalfSteps;
@@ -79,6 +69,11 @@ class IntegerRows {
   // for one row and larger groups: the CPU's own prefetching is faster then. Scales after each step, which are read before
   // the codes, disturb it.
   void operator()(const IntegerPart& part, RowState* states, const uint8_t* ahead) const {
+    if constexpr (kParts == 1 && kSummed != 0)
+      if (kScales == ScalesOf::kCounts || w_.counts_units()) {
+        if (kScales == ScalesOf::kCounts) ahead = nullptr;
+        return w_.is_half ? add_unit<2>(part, states, ahead) : add_unit<1>(part, states, ahead);
+      }
     Vec totals[kVectors][kRows];
     each([&](int i, int row) {
       totals[i][row] = part.begin() == 0 ? Vec(0.f) : load(states[row].totals + i * kLanes);
@@ -99,7 +94,9 @@ class IntegerRows {
   static constexpr int kVectors = kPanelColumns / kLanes;
   static constexpr int kLefts = kParts * kRows;
   // Registers of values that are multiplied together with a value of the left operand.
-  static constexpr int kTogether = kVectors == 2 ? 2 : kSummed == 0 ? 1 : 2;
+  static constexpr int kTogether = kVectors == 2 ? 2 : kSummed == 0 ? 1
+                                 : kScales == ScalesOf::kCounts && kCodes == Codes::kInteger4 ? kVectors
+                                                                                             : 2;
   static constexpr int64_t kRowBytes = tiles::kTileStride;
   static constexpr bool kBeginsWithStarts = kHasQuads;  // they take registers otherwise
 
@@ -133,14 +130,14 @@ class IntegerRows {
   }
 
   // Calls add(i, row, sums) with the sums of kCount quads of a step, from the quad kFirst on, for kTogether vectors of the
-  // outputs from `vector` on. They include the start `half` of the rows.
-  template <int kFirst, int kCount, typename Add>
+  // outputs from `vector` on. They include the start `half` of the rows, if rows have starts.
+  template <int kFirst, int kCount, bool kHasStarts = true, typename Add>
   [[gnu::always_inline]] void products(const uint8_t* values, int vector, const int8_t* left, const RoundedInputs* rounded,
                                        int half, const Add& add) const {
     // The compiler would keep the left operand for all vectors, which takes more registers than there are.
     if constexpr (kVectors != kTogether) asm volatile("" : "+r"(left));
     Ints numbers[kTogether][kLefts];
-    const auto start = [&](int row) { return all_ints(rounded[row * stride_].starts[half]); };
+    const auto start = [&](int row) { return all_ints(kHasStarts ? rounded[row * stride_].starts[half] : 0); };
     if constexpr (kBeginsWithStarts)
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; row++)
@@ -149,7 +146,7 @@ class IntegerRows {
           if constexpr (kParts == 2) numbers[i][2 * row + 1] = all_ints(0);
           numbers[i][kParts * row] = start(row);
         }
-    sum<kFirst, kCount>(values, vector * kIntsBytes, left, numbers);
+    sum<kFirst, kCount>(values, vector * kIntsBytes, left, numbers, [](int, int part) { return all_words(part == 0 ? 1 : 16); });
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; row++) {
       [[maybe_unused]] const Ints added = start(row);
@@ -157,7 +154,7 @@ class IntegerRows {
       for (int i = 0; i < kTogether; i++) {
         Ints lower = numbers[i][kParts * row];
         if constexpr (kParts == 2) lower = add_ints(lower, times_256(numbers[i][kParts * row + 1]));
-        if constexpr (!kBeginsWithStarts) lower = add_ints(lower, added);
+        if constexpr (!kBeginsWithStarts && kHasStarts) lower = add_ints(lower, added);
         add(vector + i, row, to_float(lower));
       }
     }
@@ -185,9 +182,9 @@ class IntegerRows {
   }
 
 #if defined(MILLRACE_QUADS)
-  template <int kFirst, int kCount>
-  [[gnu::always_inline]] void sum(const uint8_t* codes, int64_t at, const int8_t* left,
-                                  Ints (&numbers)[kTogether][kLefts]) const {
+  template <int kFirst, int kCount, typename Factor>
+  [[gnu::always_inline]] void sum(const uint8_t* codes, int64_t at, const int8_t* left, Ints (&numbers)[kTogether][kLefts],
+                                  [[maybe_unused]] const Factor& factor) const {
     each_quad<kFirst, kCount>(codes, at, [&](int quad, const Ints(&right)[kTogether]) __attribute__((always_inline)) {
 #pragma GCC unroll 8
       for (int row = 0; row < kLefts; row++) {
@@ -198,10 +195,11 @@ class IntegerRows {
     });
   }
 #else
-  // Sums of pairs, of 16 bits, are added to numbers, which have no start, before they could overflow.
-  template <int kFirst, int kCount>
-  [[gnu::always_inline]] void sum(const uint8_t* codes, int64_t at, const int8_t* left,
-                                  Ints (&numbers)[kTogether][kLefts]) const {
+  // Sums of pairs, of 16 bits, are added to numbers, which have no start, before they could overflow, multiplied by
+  // factor(i, part of the values).
+  template <int kFirst, int kCount, typename Factor>
+  [[gnu::always_inline]] void sum(const uint8_t* codes, int64_t at, const int8_t* left, Ints (&numbers)[kTogether][kLefts],
+                                  const Factor& factor) const {
     constexpr int kHalves = kSummed == 0 ? 2 : 1;  // of a value
     constexpr int kAtOnce = kSummed == 0 ? kCount : std::min(kSummed, kCount);
     Ints pairs[kHalves][kTogether][kLefts];
@@ -228,7 +226,7 @@ class IntegerRows {
         for (int i = 0; i < kTogether; i++)
 #pragma GCC unroll 8
           for (int row = 0; row < kLefts; row++) {
-            const Ints sums = multiply_words(pairs[part][i][row], all_words(part == 0 ? 1 : 16));
+            const Ints sums = multiply_words(pairs[part][i][row], factor(i, part));
             numbers[i][row] = part == 0 && quad < kAtOnce ? sums : add_ints(numbers[i][row], sums);
             keep_order(numbers[i][row]);
           }
@@ -245,6 +243,87 @@ class IntegerRows {
 #endif
   }
 #endif
+
+  // The counts of a step's group among kGroups, of the scales or the offsets, for the i-th vector of outputs.
+  template <int kGroups>
+  Vec count_of(const IntegerPart& part, int64_t number, int group, bool of_offsets, int i) const {
+    if constexpr (kScales == ScalesOf::kCounts) return load_int8(counts_of(part, number, group, of_offsets) + i * kLanes);
+    const int64_t place = (part.begin() + number) * kGroups + group;
+    return load((of_offsets ? part.offsets(place) : part.scales(place)) + i * kLanes);
+  }
+  const uint8_t* counts_of(const IntegerPart& part, int64_t number, int group, bool of_offsets) const {
+    const int64_t skipped = group * (w_.scale_size + w_.offset_size) + (of_offsets ? w_.scale_size : 0);
+    return part.values(number) + w_.step_bytes + skipped;
+  }
+
+  // Adds the products with step `number` of a part, of kGroups groups whose counts multiply them, to `sums`.
+  template <int kGroups>
+  [[gnu::always_inline]] void add_counted(const IntegerPart& part, int64_t number, const RoundedInputs* rounded,
+                                          Vec (&sums)[kVectors][kRows]) const {
+    constexpr int kCount = kQuads / kGroups;
+    const uint8_t* values = part.values(number);
+    const int8_t* left = left_of(part.begin() + number);
+    each_vectors([&](int vector) __attribute__((always_inline)) {
+      if constexpr (kScales == ScalesOf::kCounts && !kHasQuads) {
+        Ints totals[kTogether];
+        repeat<kGroups>([&](auto group) __attribute__((always_inline)) {
+          const uint8_t* counts = counts_of(part, number, group(), false) + vector * kLanes;
+          Ints numbers[kTogether][kLefts];
+          sum<group() * kCount, kCount>(values, vector * kIntsBytes, left, numbers,
+                                        [&](int i, int) { return count_words(counts + i * kLanes); });
+          // A start is even where steps have two groups, and 0 elsewhere.
+          const Ints start = all_words(rounded->starts[group()] / 2);
+#pragma GCC unroll 4
+          for (int i = 0; i < kTogether; i++) {
+            Ints& total = totals[i];
+            total = group() == 0 ? numbers[i][0] : add_ints(total, numbers[i][0]);
+            if (kGroups == 2) total = add_ints(total, multiply_words(start, count_words(counts + i * kLanes)));
+          }
+        });
+#pragma GCC unroll 4
+        for (int i = 0; i < kTogether; i++)
+          sums[vector + i][0] = at::vec::fmadd(to_float(totals[i]), Vec(rounded->scale), sums[vector + i][0]);
+      } else {
+        Lanes totals[kTogether][kRows];
+        repeat<kGroups>([&](auto group) __attribute__((always_inline)) {
+          products<group() * kCount, kCount, kGroups == 2>(
+              values, vector, left, rounded, group(), [&](int i, int row, const Vec& integers) {
+                Lanes& total = totals[i - vector][row];
+                const Vec count = count_of<kGroups>(part, number, group(), false, i);
+                total = group() == 0 ? integers * count : at::vec::fmadd(integers, count, Vec(total));
+                if (group() + 1 == kGroups)
+                  sums[i][row] = at::vec::fmadd(Vec(total), Vec(rounded[row * stride_].scale), sums[i][row]);
+              });
+        });
+      }
+    });
+  }
+
+  // Adds the products with a part that is a unit's inputs, or the last of them: see CodePanels::counts_units.
+  template <int kGroups>
+  [[gnu::always_inline]] void add_unit(const IntegerPart& part, RowState* states, const uint8_t* ahead) const {
+    Vec sums[kVectors][kRows];
+    each([&](int i, int row) { sums[i][row] = Vec(0.f); });
+    const RoundedInputs* rounded = rows_.rounded(first_) + part.begin();
+    for (int64_t number = 0; number < part.count(); number++, rounded++) {
+      add_counted<kGroups>(part, number, rounded, sums);
+      ahead = prefetch(ahead, w_.block_bytes);
+    }
+    each([&](int i, int row) {
+      const Vec before = part.begin() == 0 ? Vec(0.f) : load(states[row].totals + i * kLanes);
+      Vec total = at::vec::fmadd(sums[i][row], load_halves(part.units() + 2 * i * kLanes), before);
+      if (w_.offset_size > 0) {
+        Vec of_offsets(0.f);
+        for (int64_t group = part.begin() * kGroups; group < std::min(w_.groups, (part.begin() + part.count()) * kGroups); group++) {
+          const int64_t number = group / kGroups - part.begin();
+          const Vec count = count_of<kGroups>(part, number, static_cast<int>(group % kGroups), true, i);
+          of_offsets = at::vec::fmadd(count, Vec(rows_.sums(first_ + row)[group]), of_offsets);
+        }
+        total = at::vec::fmadd(of_offsets, load_halves(part.units() + kUnitBytes + 2 * i * kLanes), total);
+      }
+      save(states[row].totals + i * kLanes, total);
+    });
+  }
 
   // Adds the products of steps of two groups each.
   [[gnu::always_inline]] void add_half_steps(const IntegerPart& part, Vec (&totals)[kVectors][kRows],
@@ -373,22 +452,21 @@ class IntegerRows {
 template <Codes kCodes, int kSummed>
 void multiply_rows(const CodePanels& w, const CodedRows& rows, const int8_t* left, int64_t first, int64_t count,
                    const IntegerPart& part, RowState* states, const uint8_t* ahead, ScalesOf scales) {
+  const auto multiply = [&](auto of) { IntegerRows<kCodes, kSummed, 1, 1, of()>(w, rows, left, first)(part, states, ahead); };
+  if constexpr (kCodes == Codes::kInteger4 || kCodes == Codes::kInteger6)
+    if (scales == ScalesOf::kCounts) return multiply(std::integral_constant<ScalesOf, ScalesOf::kCounts>());
   if constexpr (kCodes == Codes::kInteger4 || (kCodes == Codes::kInteger8 && kHasQuads)) {
-    const auto multiply = [&](auto of) { IntegerRows<kCodes, kSummed, 1, 1, of()>(w, rows, left, first)(part, states, ahead); };
     if (scales == ScalesOf::kHalfSteps) return multiply(std::integral_constant<ScalesOf, ScalesOf::kHalfSteps>());
     if (scales == ScalesOf::kUnitSteps) return multiply(std::integral_constant<ScalesOf, ScalesOf::kUnitSteps>());
   }
-  const auto multiply = [&](auto parts) {
+  const auto multiply_some = [&](auto parts) {
     dispatch_count<kMostIntegerRows / parts()>(count, [&](auto some) {
       IntegerRows<kCodes, kSummed, parts(), some()>(w, rows, left, first)(part, states, ahead);
     });
   };
-  if (w.header->input_parts == 2) return multiply(std::integral_constant<int, 2>());
-  multiply(std::integral_constant<int, 1>());
+  if (w.header->input_parts == 2) return multiply_some(std::integral_constant<int, 2>());
+  multiply_some(std::integral_constant<int, 1>());
 }
-
-// Whether codes of a kind become values in registers, for few rows. All others are unpacked first.
-inline bool unpacks_in_registers(Codes codes) { return codes == Codes::kInteger4 || codes == Codes::kInteger6; }
 
 inline void multiply_integers(const CodePanels& w, const CodedRows& rows, const int8_t* left, int64_t first,
                               int64_t count, const IntegerPart& part, RowState* states, const uint8_t* ahead,
