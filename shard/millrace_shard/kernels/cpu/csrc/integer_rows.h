@@ -95,7 +95,7 @@ class IntegerRows {
   static constexpr int kLefts = kParts * kRows;
   // Registers of values that are multiplied together with a value of the left operand.
   static constexpr int kTogether = kVectors == 2 ? 2 : kSummed == 0 ? 1
-                                 : kScales == ScalesOf::kCounts && kCodes == Codes::kInteger4 ? kVectors
+                                 : kScales != ScalesOf::kPart && kCodes == Codes::kInteger4 ? kVectors
                                                                                              : 2;
   static constexpr int64_t kRowBytes = tiles::kTileStride;
   static constexpr bool kBeginsWithStarts = kHasQuads;  // they take registers otherwise
