@@ -26,7 +26,7 @@ from millrace_shard.batch.step_layout import StepLayout, spread
 from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload, upload_columns
 from millrace_shard.errors import StepInvalid
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.lora.adapter_table import AdapterRows, AdapterTable
 from millrace_shard.kernels.ragged import RaggedBatch, with_windows
 from millrace_shard.kernels.states import LayerState
 from millrace_shard.sampling.sampling_rows import DeviceRows, SlotParameters
@@ -344,6 +344,35 @@ class Batch:
             states=self.states.rows(slots, starts),
         )
         return with_windows(ragged, [*zip(window_rows, tables[1:], strict=True)])
+
+    def ragged_on_device(
+        self, slots: Tensor, positions: Tensor, adapters: AdapterRows | None = None
+    ) -> RaggedBatch:
+        """The same as `ragged_decodes`, from columns [B] int64 on the device, without states, as a graph can record it.
+
+        Block tables are as the device has them, and as wide as for the longest sequence.
+        """
+        size, block_size = len(slots), self.limits.block_size
+        groups = []
+        for rows in self.blocks.rows_of_groups(slots):
+            tables = self.blocks.stored.index_select(0, rows)
+            blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
+            groups.append((blocks * block_size + positions % block_size, tables))
+        (cache_rows, tables), *windows = groups
+        ragged = RaggedBatch(
+            ids=self.token_table.take(slots, positions),
+            positions=positions,
+            cache_rows=cache_rows,
+            query_starts=self._starts[: size + 1],
+            context_lengths=(positions + 1).to(torch.int32),
+            block_tables=tables,
+            logit_rows=self._rows[:size],
+            all_logits=True,
+            num_queries=(1,) * size,
+            num_context=(tables.shape[1] * block_size,) * size,
+            adapters=adapters,
+        )
+        return with_windows(ragged, windows)
 
     def put(
         self, layout: StepLayout, ids: Tensor, failed: Tensor, rows: DeviceRows | None = None

@@ -177,6 +177,11 @@ class BlockTables:
             self.change(upload(self.take_changes(), self._tables.device))
         return self._tables
 
+    @property
+    def stored(self) -> Tensor:
+        """`tables` as they are on the device, which may lack changes: they never move."""
+        return self._tables
+
     def take_changes(self) -> Ints:
         """[3 * n], the entries that the device lacks. The caller passes them to `change`."""
         changes, self._changes = self._changes, _NO_CHANGES

@@ -22,7 +22,6 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import upload_columns, upload_columns_into, upload_into
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_table import AdapterRows
-from millrace_shard.kernels.ragged import RaggedBatch, with_windows
 from millrace_shard.model_runner.adapter_graphs import AdaptedWork, AdapterGraphs
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
 from millrace_shard.model_runner.graph_capture import Capture, Captured, GraphSettings
@@ -71,16 +70,13 @@ class DecodeGraphs:
         """The hidden states of the last replay, if a head reads them."""
         if self._tapped is not None:
             self._states = self._tapped.new_states(batch.limits.max_batch_size)
-        device = batch.device
-        self._rows = torch.arange(batch.limits.max_batch_size + 1, device=device)
-        self._starts = self._rows.to(torch.int32)
         self._sizes: list[int] = []
         self._buckets: list[_Bucket] = []
         self._tokens = TokenGraphs(batch)
         self._adapters = AdapterGraphs(batch.adapters.table, batch.limits.max_batch_size)
         most = batch.limits.max_batch_size
         num_places = most * (NUM_INPUTS + OTHERS_PER_ROW)
-        self._buffer = torch.zeros(num_places, dtype=torch.int64, device=device)
+        self._buffer = torch.zeros(num_places, dtype=torch.int64, device=batch.device)
         """The inputs of every size at its beginning, then columns that go up with them."""
 
     @property
@@ -197,30 +193,10 @@ class DecodeGraphs:
 
     def _forward(self, inputs: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """The recorded work: from the slots and positions of the rows to their logits."""
-        batch, size = self._batch, inputs.shape[1]
-        block_size = batch.limits.block_size
         slots, positions, _, _ = inputs
-        places = []
-        for rows in batch.blocks.rows_of_groups(slots):
-            tables = batch.blocks.tables.index_select(0, rows)
-            blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
-            places.append((blocks * block_size + positions % block_size, tables))
-        (cache_rows, tables), *windows = places
-        ragged = RaggedBatch(
-            ids=batch.token_table.table[slots, positions].long(),
-            positions=positions,
-            cache_rows=cache_rows,
-            query_starts=self._starts[: size + 1],
-            context_lengths=(positions + 1).to(torch.int32),
-            block_tables=tables,
-            logit_rows=self._rows[:size],
-            all_logits=True,
-            num_queries=(1,) * size,
-            num_context=(tables.shape[1] * block_size,) * size,
-            adapters=adapters,
-        )
-        logits = self._model.forward(with_windows(ragged, windows), self._cache)
+        ragged = self._batch.ragged_on_device(slots, positions, adapters)
+        logits = self._model.forward(ragged, self._cache)
         taken = None if self._tapped is None else self._tapped.take()
         if self._states is not None and taken is not None:
-            self._states[:size] = taken
+            self._states[: len(slots)] = taken
         return logits
