@@ -187,10 +187,10 @@ class DeviceFlags(BaseModel):
     )
     cuda_graphs: Annotated[tuple[int, ...] | None, NoDecode] = Field(
         default=None,
-        description="Batch sizes whose decodes are captured as CUDA graphs, separated by commas; 0 for no graphs. When"
-        " absent 1, 2, 4, 8, then every 8 to 64 and every 16 to 256, up to --max-batch-size. A batch between two"
-        " sizes is padded. Graphs of other steps, up to 512 tokens, or 2048 with small models, have no attention in"
-        " them. No effect on CPU.",
+        description="Batch sizes whose decodes, and drafts by an EAGLE head or MTP layer, are captured as CUDA graphs,"
+        " separated by commas; 0 for no graphs. When absent 1, 2, 4, 8, then every 8 to 64 and every 16 to 256, up to"
+        " --max-batch-size. A batch between two sizes is padded. Graphs of other steps, up to 512 tokens, or 2048 with"
+        " small models, have no attention in them. No effect on CPU.",
     )
     disable_operators: Annotated[tuple[TorchOperator, ...], NoDecode] = Field(
         default=(),

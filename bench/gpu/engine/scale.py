@@ -138,6 +138,7 @@ SCALES = {
         tests=(
             "tests/shard/kernels/cuda/test_cuda_*.py",
             "tests/shard/model_runner/test_decode_graphs.py",
+            "tests/shard/model_runner/test_draft_graphs.py",
             "tests/shard/model_runner/test_no_waiting.py",
             "tests/shard/device/test_transfers.py",
         ),

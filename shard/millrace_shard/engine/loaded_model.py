@@ -10,6 +10,7 @@ import torch
 
 from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.adapters.arena import PAGE_BYTES
+from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.sequence_images import FeatureRows
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.process_group import ProcessGroup
@@ -35,6 +36,7 @@ from millrace_shard.model_runner.graph_capture import GraphSettings, empty_cache
 from millrace_shard.models.interface import CausalModel, KVLayer
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.loading import Speculation
+from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.vision.encoder import ImageEncoder, Vision
 
@@ -92,6 +94,16 @@ class LoadedModel:
         if speculation is not None and speculation.draft is not None:
             speculation = replace(speculation, draft=speculation.draft.first_layers(count))
         return replace(self, model=self.model.first_layers(count), speculation=speculation)
+
+    def proposer(
+        self, model: CausalModel, cache: list[LayerCache], batch: Batch
+    ) -> Proposer | None:
+        """Drafts for `batch`, which `model` runs, over the `cache` of the draft's layers; None without drafts."""
+        if self.speculation is None:
+            return None
+        proposer = self.speculation.proposer(model, self.kernels, cache, batch, self.dtype)
+        proposer.logs = self.group.rank == 0
+        return proposer
 
     def cache_shape(self) -> CacheShape:
         """The cost of a block of this rank's KV caches."""

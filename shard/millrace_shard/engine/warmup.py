@@ -47,6 +47,7 @@ from millrace_shard.kernels.kept_results import kept_results
 from millrace_shard.kernels.kv_store import KVStore
 from millrace_shard.kernels.lora.adapter_table import PackedAdapter
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
+from millrace_shard.model_runner.draft_graphs import capture_drafts
 from millrace_shard.model_runner.graph_capture import GraphSettings, empty_cache
 from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
@@ -459,11 +460,10 @@ def _new_runner(  # noqa: PLR0913
         captured = DecodeGraphs(model, loaded.kernels, cache, batch)
         captured.capture(graphs, loaded.group)
         model = with_pieces(model, loaded.kernels, cache, batch, graphs, loaded.group)
-    proposer = None
-    if loaded.speculation is not None:
-        parts = model, loaded.kernels, draft_cache, batch, loaded.dtype
-        proposer = loaded.speculation.proposer(*parts)
-        proposer.logs = loaded.group.rank == 0
+    proposer = loaded.proposer(model, draft_cache, batch)
+    if graphs is not None:
+        parts = model, loaded.kernels, cache, batch
+        capture_drafts(proposer, *parts, graphs, loaded.group)
     features = DecodingFeatures(
         grammars=loaded.grammars,
         proposer=proposer,

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import closing
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -239,6 +240,25 @@ class DraftHead:
         return best if self._targets is None else self._targets[best]
 
 
+class ChainRows(NamedTuple):
+    """D rows that draft; in a graph, the columns are tensors on the device."""
+
+    slots: Ints
+    places: Ints
+    """Which of the slot's results predicts the first token."""
+    ends: Ints
+    """The position of the first token."""
+    counts: Ints
+    """Tokens of each row, at least 1."""
+
+
+class Chains(Protocol):
+    """Chains of drafts that were captured in graphs."""
+
+    def drafts(self, rows: ChainRows) -> Tensor | None:
+        """As `HeadProposer.chain`, at least `max(counts)` long, and valid until the next call; None: no graph."""
+
+
 class HeadProposer(Proposer):
     """Runs the head over all tokens of each step, and drafts from its results at the sampled positions."""
 
@@ -258,11 +278,12 @@ class HeadProposer(Proposer):
         self._cache, self._batch = cache, batch
         limits, hidden = batch.limits, model.info.hidden_size
         self._last_id = model.info.vocab_size - 1
-        shape = limits.max_batch_size, 1 + limits.max_draft_tokens, hidden
+        shape = limits.max_batch_size + 1, 1 + limits.max_draft_tokens, hidden
         self._results = torch.zeros(shape, dtype=dtype, device=batch.device)
-        """Of the last step of each slot, one for each position that it sampled."""
+        """Of the last step of each slot, one for each position that it sampled; the last slot is for padding."""
         self._firsts, self._counts = np.zeros((2, limits.max_batch_size), dtype=np.int64)
         """The first of those positions, and their number."""
+        self.chains: Chains | None = None
 
     def admit(self, sequence: Sequence) -> None:
         """The sequence has no results before its prompt is computed."""
@@ -308,18 +329,23 @@ class HeadProposer(Proposer):
         drafting = np.flatnonzero(counts > 0)
         if not len(drafting):
             return DraftTokens.none(len(rows.slots), self._batch.device)
-        slots, limits = rows.slots[drafting], counts[drafting]
-        index = self._batch.to_device(np.stack([slots, places[drafting]]))
-        ids = self._draft(slots, ends[drafting], limits, self._results[index[0], index[1]])
+        slots, most = rows.slots[drafting], counts[drafting]
+        chosen = ChainRows(slots, places[drafting], ends[drafting], most)
+        drafted = None if self.chains is None else self.chains.drafts(chosen)
+        if drafted is None:
+            drafted = self.draft(chosen)
+        width = drafted.shape[1]
+        filled = np.flatnonzero((np.arange(width) < most[:, None]).ravel())
+        ids = drafted.reshape(-1)[self._batch.to_device(filled)]
         return DraftTokens(counts=counts, ids=ids)
 
-    def _draft(self, slots: Ints, ends: Ints, counts: Ints, results: Tensor) -> Tensor:
-        """`counts[d]` tokens from position `ends[d]` on for each of D rows; the tokens of a row are adjacent.
-
-        `results` [D, hidden] predict the first token of each row.
-        """
+    def draft(self, rows: ChainRows) -> Tensor:
+        """[D, max(counts)] int64, the tokens from each row's end on; they are 0 past its count."""
+        slots, places, ends, counts = rows
         longest, to_device = int(counts.max()), self._batch.to_device
         drafted = torch.zeros(len(slots), longest, dtype=torch.int64, device=self._batch.device)
+        index = to_device(np.stack([slots, places]))
+        results = self._results[index[0], index[1]]
         active = np.arange(len(slots))
         ids = self._head.draft(results)
         drafted[:, 0] = ids
@@ -332,5 +358,32 @@ class HeadProposer(Proposer):
             results = self._head(ids[kept], results[kept], ragged, self._cache)
             ids = self._head.draft(results)
             drafted[to_device(active), offset] = ids
-        filled = np.flatnonzero((np.arange(longest) < counts[:, None]).ravel())
-        return drafted.view(-1)[to_device(filled)]
+        return drafted
+
+    def chain(self, rows: Tensor, length: int) -> Tensor:
+        """`draft` of `rows` [4, D], the columns of ChainRows as int64 on the device, as a graph can record it.
+
+        The result [D, length] int64 has tokens past a row's count, which are computed as padding: the row may have no
+        block for them.
+        """
+        slots, places, ends, counts = rows
+        results = self._results[slots, places]
+        drafted = [self._head.draft(results)]
+        for offset in range(1, length):
+            is_over = counts <= offset
+            own = slots.masked_fill(is_over, self._batch.padding_slot)
+            positions = (ends + (offset - 2)).masked_fill(is_over, 0)
+            ragged = self._batch.ragged_on_device(own, positions)
+            results = self._head(drafted[-1], results, ragged, self._cache)
+            drafted.append(self._head.draft(results))
+        return torch.stack(drafted, dim=1)
+
+    def rehearse(self, batch: RaggedBatch, taken: Tensor) -> None:
+        """Compute `batch`, the whole sequence of slot 0, from the model's hidden states.
+
+        The results of the slot become those at the sequence's first tokens, again from the first on if it is short.
+        """
+        states = self._head.states(taken)
+        results = self._head(batch.ids.roll(-1), states, batch, self._cache)
+        firsts = torch.arange(self._results.shape[1], device=results.device) % len(results)
+        self._results[0] = results[firsts]

@@ -23,6 +23,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.states import LayerState
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
+from millrace_shard.model_runner.draft_graphs import capture_drafts
 from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
@@ -146,8 +147,7 @@ class Stepper:
         if speculation is not None:
             layers = (*layers, *speculation.layers)
             max_draft_tokens = speculation.max_draft_tokens
-        size = model.info.vocab_size
-        limits = _limits(kernels, size, max_batch_size, max_draft_tokens, row_tile)
+        limits = _limits(kernels, model.info.vocab_size, max_batch_size, max_draft_tokens, row_tile)
         self.cache = [
             _poisoned_cache(kernels, layer, cache_dtype or dtype, self.device, limits.num_blocks)
             for layer in layers
@@ -163,9 +163,10 @@ class Stepper:
                 self.graphs.capture(graphs, single)
             if pieces is not None:
                 model = with_pieces(model, kernels, self.cache, self.batch, pieces, single)
-        if speculation is not None:
-            proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
-        with torch.inference_mode():
+            if speculation is not None:
+                proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
+            if graphs is not None:
+                capture_drafts(proposer, model, kernels, self.cache, self.batch, graphs, single)
             features = DecodingFeatures(grammars=grammars, proposer=proposer)
             self.runner = StepRunner(
                 model, kernels, self.cache, self.batch, self.graphs, features, dtype=dtype
