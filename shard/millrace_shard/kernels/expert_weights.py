@@ -138,7 +138,7 @@ class ExpertWeights:
     """One expert."""
 
     gate_up: LinearWeights
-    """[2 * inter, hidden], gates first; [inter, hidden] without gates."""
+    """[2 * inter, hidden], gates first; [inter, hidden] without gates. Of a latent, channels count as hidden ones."""
     down: LinearWeights
     """[hidden, inter]."""
 
@@ -156,6 +156,8 @@ class ExpertsWeights:
     dtype: torch.dtype
     scales_inputs: bool = False
     """Whether an expert's inputs are multiplied by its share, not its results."""
+    latent: tuple[LinearWeights, LinearWeights] | None = None
+    """[latent, hidden] before the experts, but not the router, and [hidden, latent] after their sum; None: neither."""
 
     @property
     def is_usual(self) -> bool:
@@ -164,7 +166,7 @@ class ExpertsWeights:
         corrects = router.correction is None or scoring is Scoring.SIGMOID
         is_known = scoring is not Scoring.SPARSEMIXER and router.share_factors is None
         has_gate = isinstance(self.activation, ClampedSwiglu) or self.activation.has_gate
-        return corrects and is_known and has_gate and not self.scales_inputs
+        return corrects and is_known and has_gate and not (self.scales_inputs or self.latent)
 
     @property
     def num_experts(self) -> int:

@@ -67,6 +67,7 @@ class ComposedExperts:
         self._bias, self._correction, self._rule = router.bias, router.correction, router.rule
         self._factors, self._scales_inputs = router.share_factors, weights.scales_inputs
         self._activate = gate_function(kernels, weights.activation)
+        self._latent = [kernels.linear_from(each) for each in weights.latent or ()]
         self._experts = [
             (kernels.linear_from(each.gate_up), kernels.linear_from(each.down))
             for each in weights.experts
@@ -80,6 +81,8 @@ class ComposedExperts:
         chosen, shares = self._rule.choose(logits, self._correction)
         if self._factors is not None:
             shares = shares * self._factors[chosen]
+        if self._latent:
+            x = self._latent[0](x)
         results = x.new_zeros(*chosen.shape, x.shape[1])
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, ranks = torch.where(chosen == expert)
@@ -93,7 +96,8 @@ class ComposedExperts:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for result, share in zip(results.unbind(1), shares.unbind(1), strict=True):
             total = total + result.float() * share.unsqueeze(1)
-        return total.to(x.dtype)
+        y = total.to(x.dtype)
+        return self._latent[1](y) if self._latent else y
 
 
 class Mixture:

@@ -156,7 +156,7 @@ def family_of(text: Mapping[str, Any]) -> Family | None:
 
 
 def _num_parameters(spec: DecoderSpec) -> int:
-    total = spec.vocab_size * (1 if spec.tied_head else 2)
+    total, others = spec.vocab_size * (1 if spec.tied_head else 2), 0
     for layer in spec.layers:
         heads, forward = layer.attention, layer.feed_forward
         if layer.recurrent is not None:
@@ -169,12 +169,14 @@ def _num_parameters(spec: DecoderSpec) -> int:
         act = forward.activation
         linears = 2 if isinstance(act, Activation) and not act.has_gate else 3
         if isinstance(forward, ExpertsSpec):
-            total += forward.router.num_experts * (1 + linears * first) + linears * sum(shared)
+            size, count = forward.latent_size or 0, forward.router.num_experts
+            total += count + linears * sum(shared) + 2 * size
+            others += count * linears * first * (size or spec.hidden_size)
         else:
             total += linears * first
     # Linears of latents do not all have the hidden size on a side.
     latents = (_latent_parameters(each, spec.hidden_size) for each in spec.attentions)
-    return total * spec.hidden_size + sum(latents)
+    return total * spec.hidden_size + others + sum(latents)
 
 
 def _latent_parameters(heads: AttentionSpec, hidden: int) -> int:

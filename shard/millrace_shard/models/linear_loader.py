@@ -174,6 +174,7 @@ class ExpertsLoader:
                 inter=spec.intermediate_size // self._group.world_size,
                 dtype=self._weights.dtype,
                 scales_inputs=spec.scales_inputs,
+                latent=self._latent(prefix, spec.latent_size, expert_names),
             ),
             shared=shared,
         )
@@ -210,6 +211,18 @@ class ExpertsLoader:
             gate=columns((Part(names.shared_gate, 1),), fused=None) if spec.gated else None,
         )
 
+    def _latent(
+        self, prefix: str, size: int | None, names: ExpertNames
+    ) -> tuple[LinearWeights, LinearWeights] | None:
+        """Every rank has both linears whole: the second one's results for the ranks' parts of a latent add up."""
+        if size is None:
+            return None
+        columns = partial(self._shared_linears.columns, prefix, fused=None, bias=False)
+        return (
+            columns((Part(names.latent_in, 1, size),), inputs=self._hidden),
+            columns((Part(names.latent_out, 1, self._hidden),), inputs=size),
+        )
+
     def _experts(
         self, prefix: str, spec: ExpertsSpec, names: ExpertNames
     ) -> Iterator[ExpertWeights]:
@@ -220,7 +233,8 @@ class ExpertsLoader:
         if names.in_a_row:
             read = partial(self._in_a_row, module, spec, names)
         elif stacked in self._weights or self._weights.has_stacked_codes(stacked):
-            read = _StackedExperts(self._weights, self._group, module, self._hidden, spec, names)
+            width = spec.latent_size or self._hidden
+            read = _StackedExperts(self._weights, self._group, module, width, spec, names)
         else:
             read = partial(self._expert, module, spec, names)
         for index in range(spec.router.num_experts):
@@ -231,12 +245,13 @@ class ExpertsLoader:
         self, module: str, spec: ExpertsSpec, names: ExpertNames, index: int
     ) -> ExpertWeights:
         prefix, inter = f"{module}{index}.", spec.intermediate_size
+        width = spec.latent_size or self._hidden
         parts = [Part(names.gate, inter), Part(names.up, inter)]
         if spec.activation is Activation.RELU_SQUARED:
             del parts[0]
         return ExpertWeights(
-            gate_up=self._linears.columns(prefix, parts, self._hidden, fused=None, bias=spec.bias),
-            down=self._linears.rows(prefix + names.down, inter, self._hidden, bias=spec.bias),
+            gate_up=self._linears.columns(prefix, parts, width, fused=None, bias=spec.bias),
+            down=self._linears.rows(prefix + names.down, inter, width, bias=spec.bias),
         )
 
     def _in_a_row(

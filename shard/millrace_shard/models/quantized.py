@@ -74,7 +74,8 @@ def expert_linears(spec: DecoderSpec) -> list[NamedLinear]:
             prefix = f"{spec.names.layers}.{index}.{names.experts}.0."
             first = _with_gate(half.activation, names.gate, names.up)
             width = half.intermediate_size
-            linears += _gated(prefix, first, names.down, width, spec.hidden_size)
+            inputs = half.latent_size or spec.hidden_size
+            linears += _gated(prefix, first, names.down, width, inputs)
     return linears
 
 
@@ -139,9 +140,13 @@ def _feed_forward(prefix: str, spec: DecoderSpec, layer: LayerSpec) -> list[Name
     names, half, hidden = spec.names.layer, layer.feed_forward, spec.hidden_size
     if not isinstance(half, ExpertsSpec):
         return _dense(prefix, names, half, hidden)
-    if half.shared is None:
-        return []
-    return _shared(prefix, names.experts[0], half.shared.mlp, hidden)
+    own, size, linears = names.experts[0], half.latent_size, list[NamedLinear]()
+    if size is not None:
+        linears.append(NamedLinear(module=prefix + own.latent_in, outputs=size, inputs=hidden))
+        linears.append(NamedLinear(module=prefix + own.latent_out, outputs=hidden, inputs=size))
+    if half.shared is not None:
+        linears += _shared(prefix, own, half.shared.mlp, hidden)
+    return linears
 
 
 def _with_gate(activation: Activation | ClampedSwiglu, gate: str, up: str) -> tuple[str, ...]:

@@ -86,6 +86,8 @@ class ExpertNames:
     """Relative to the shared expert: one module with the outputs of gate and up, gates first."""
     shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    latent_in: str = "mlp.fc1_latent_proj"
+    latent_out: str = "mlp.fc2_latent_proj"
 
     @property
     def correction_tensor(self) -> str:
@@ -192,6 +194,8 @@ class ExpertsSpec:
     shared: SharedExpertSpec | None = None
     scales_inputs: bool = False
     """Whether an expert's inputs are multiplied by its share, not its results."""
+    latent_size: int | None = None
+    """Channels of a latent, made by a linear, that routed experts read and yield; None: they read hidden channels."""
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -138,11 +138,15 @@ def _widths(layers: Iterable[LayerSpec]) -> set[int]:
 def _linears(spec: FeedForwardSpec, hidden_size: int, world_size: int) -> set[tuple[int, int]]:
     """Outputs and inputs of the linears of a rank's part of a feed-forward half."""
     shapes = set()
-    for width in spec.widths:
-        inter = width // world_size
+    latent = spec.latent_size if isinstance(spec, ExpertsSpec) else None
+    for number, width in enumerate(spec.widths):
+        # Routed experts have the first width.
+        inter, outer = width // world_size, hidden_size if number else latent or hidden_size
         has_gate = not isinstance(spec.activation, Activation) or spec.activation.has_gate
         first = 2 * inter if has_gate else inter
-        shapes |= {(first, hidden_size), (hidden_size, inter)}
+        shapes |= {(first, outer), (outer, inter)}
+    if latent is not None:
+        shapes |= {(latent, hidden_size), (hidden_size, latent)}
     if isinstance(spec, ExpertsSpec):
         shapes.add((spec.router.num_experts, hidden_size))
         if spec.shared is not None and spec.shared.gated:

@@ -131,6 +131,13 @@ def test_adapters_of_all_projections_match_peft(
     bench.check(*adapters, kernels=kernels, deterministic=kernels == "cpu")
 
 
+def test_adapters_of_what_makes_latents_of_experts_match_peft(tmp_path: Path) -> None:
+    bench = Bench.make(tmp_path, "nemotron_h", moe_latent_size=24)
+    targets = ["fc1_latent_proj", "fc2_latent_proj"]
+    adapters = [make_adapter(bench.base, seed=seed, target_modules=targets) for seed in (1, 2)]
+    bench.check(*adapters, kernels="cpu", deterministic=True)
+
+
 def test_what_makes_keys_and_values_of_latents_is_not_a_module_of_adapters(tmp_path: Path) -> None:
     bench = Bench.make(tmp_path, "deepseek_v3")
     digest = write_canonical(make_adapter(bench.base, target_modules=["kv_b_proj"]), bench.cache)

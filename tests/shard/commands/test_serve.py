@@ -517,6 +517,18 @@ def test_the_count_of_parameters_is_that_of_the_matrices(architecture: str, tmp_
     assert ModelDescription.read(tmp_path).num_parameters() == sum(matrices.values())
 
 
+def test_the_count_of_parameters_knows_experts_over_latents(tmp_path: Path) -> None:
+    """The convolutions of its recurrent layers do not count."""
+    left = []
+    for size in (None, 24):
+        folder = tmp_path / str(size)
+        model = save_tiny(folder, "nemotron_h", moe_latent_size=size)
+        count = ModelDescription.read(folder).num_parameters()
+        assert count is not None
+        left.append(model.num_parameters() - count)
+    assert left[0] == left[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -245,6 +245,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 1},
     ),
     "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h-latent": ("nemotron_h", {"moe_latent_size": 32}),
     "nemotron_h-dense": (
         "nemotron_h",
         {

@@ -105,6 +105,17 @@ def test_quantised_experts_match_transformers(family: str, name: str, tmp_path: 
     assert_scores_as(reference, PROMPTS, generate(tmp_path))
 
 
+def test_quantised_experts_over_latents_match_transformers(tmp_path: Path) -> None:
+    four = FORMATS["pack-quantized"]
+    group = four.config["config_groups"]["group_0"]
+    targets = ["re:.*latent_proj$", r"re:.*\.experts\..*"]
+    config = {**four.config, "config_groups": {"group_0": {**group, "targets": targets}}}
+    formats = {"latent_proj": four, ".experts.": four}
+    sizes = {"moe_latent_size": 64, "moe_intermediate_size": 64}
+    reference = save_mixed(tmp_path, "nemotron_h", formats, config, **sizes)
+    assert_scores_as(reference, PROMPTS, generate(tmp_path))
+
+
 def test_ranks_share_every_format(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in SHARED]
     references = [

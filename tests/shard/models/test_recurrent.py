@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_groups": 1},
     "falcon_h1": {"mamba_rms_norm": True, "mamba_n_groups": 1},
     "nemotron_h": {},
+    "nemotron_h with latents": {"moe_latent_size": 32},
     "mamba2": {},
     "mamba": {},
     "falcon_mamba": {},
@@ -50,6 +51,11 @@ DTYPES = ("float32", "bfloat16")
 LONG = prompt_of(197, seed=3)
 """Beyond three blocks."""
 CELL = 64
+
+
+def save(folder: Path, family: str) -> PreTrainedModel:
+    """A tiny checkpoint with the settings of FAMILIES."""
+    return save_tiny(folder, family.partition(" ")[0], **FAMILIES[family])
 
 
 def spread_decays(model: PreTrainedModel, folder: Path) -> None:
@@ -74,7 +80,7 @@ def driver_of(folder: Path, kernels: str = "cpu", dtype: str = "bfloat16") -> Dr
 def test_long_contexts_of_slow_and_fast_decays_match_transformers(
     family: str, kernels: str, tmp_path: Path
 ) -> None:
-    reference = save_tiny(tmp_path, family, **FAMILIES[family])
+    reference = save(tmp_path, family)
     spread_decays(reference, tmp_path)
     for chunk in (None, 50):
         runs = driver_of(tmp_path, kernels, "float32").generate([LONG], 6, chunk=chunk)
@@ -105,7 +111,7 @@ def logits_of(driver: Driver, cuts: list[int]) -> Tensor:
 def test_a_cut_at_any_offset_of_a_block_changes_no_bit(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
-    save_tiny(tmp_path, family, **FAMILIES[family])
+    save(tmp_path, family)
     driver = driver_of(tmp_path, dtype=dtype)
     whole = logits_of(driver, [])
     for offset in range(CELL):
@@ -116,7 +122,7 @@ def test_a_cut_at_any_offset_of_a_block_changes_no_bit(
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_company_changes_no_bit(family: str, kernels: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, family, **FAMILIES[family])
+    save(tmp_path, family)
     dtype = "float32" if kernels == "plain" else "bfloat16"
     others = [prompt_of(length, seed=length) for length in (3, 61, 130)]
     alone = driver_of(tmp_path, kernels, dtype).generate([LONG[:90]], 5)[0]
@@ -130,7 +136,7 @@ def test_company_changes_no_bit(family: str, kernels: str, tmp_path: Path) -> No
 def test_a_copy_of_a_state_goes_on_with_the_same_bits(
     positions: tuple[int, ...], family: str, kernels: str, tmp_path: Path
 ) -> None:
-    save_tiny(tmp_path, family, **FAMILIES[family])
+    save(tmp_path, family)
     driver = driver_of(tmp_path, kernels, "float32")
     run, other = Run(list(LONG)), Run(prompt_of(9))
     batch = driver.admit([(other, 9), (run, 130)])
@@ -166,7 +172,7 @@ def generate_on_a_rank(group: ProcessGroup, folder: Path) -> list[Run]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_match_transformers(family: str, tmp_path: Path) -> None:
-    reference = save_tiny(tmp_path / "model", family, **FAMILIES[family])
+    reference = save(tmp_path / "model", family)
     first, second = run_ranks(tmp_path, 2, generate_on_a_rank, tmp_path / "model")
     assert_generates_as(reference, [LONG, LONG[:30]], first)
     for ours, theirs in zip(first, second, strict=True):
@@ -191,6 +197,29 @@ def test_ranks_that_cannot_share_heads_are_refused(
         check_split(spec, 4)
 
 
+SUPER = {
+    "model_type": "nemotron_h",
+    "hidden_size": 4096,
+    "vocab_size": 131_072,
+    "hybrid_override_pattern": "ME" * 40 + "*" * 8,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "routed_scaling_factor": 5.0,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
+}
+
+
+def test_the_published_sizes_of_nemotron_3_super_are_those_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    edit_json(tmp_path / "config.json", **SUPER)
+    assert ModelDescription.read(tmp_path).num_parameters() == pytest.approx(120e9, rel=0.01)
+
+
 NO_MEANING: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_text", {"linear_num_value_heads": 3}, "linear_num_key_heads=2 does not divide"),
     ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, "no layer with full_attention"),
@@ -209,7 +238,7 @@ NO_MEANING: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"layers_block_type": ["mlp", "conv"]}, "must be of M, .*, moe, one each layer"),
     ("nemotron_h", {"layers_block_type": ["mlp"]}, "names no layer with attention"),
     ("nemotron_h", {"num_hidden_layers": 9}, "num_hidden_layers=9, and layers_block_type is of 6"),
-    ("nemotron_h", {"moe_latent_size": 32}, "moe_latent_size=32"),
+    ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size=0 must be"),
     ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
     ("nemotron_h", {"n_groups": 3}, "n_groups=3 does not divide"),
     ("mamba", {"time_step_rank": "small"}, "time_step_rank='small' must be"),

@@ -389,13 +389,13 @@ class RecurrentMtpHead:
     Nemotron-H has layers of one half each, and norms without a summand of 1.
     """
 
-    def __init__(self, folder: Path, kind: str, target: PreTrainedModel) -> None:
+    def __init__(self, folder: Path, kind: str, target: PreTrainedModel, **overrides: Any) -> None:
         self._target = target
         is_nemotron = kind == "nemotron_h"
         one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
         if is_nemotron:
             one = {"layers_block_type": ["full_attention", "moe"]}
-        self._layer = save_tiny(folder / "mtp", kind, **one)
+        self._layer = save_tiny(folder / "mtp", kind, **one, **overrides)
         generator = torch.Generator().manual_seed(4)
         hidden = target.config.hidden_size
         self._joined = torch.randn(hidden, 2 * hidden, generator=generator) * 0.15
@@ -432,13 +432,19 @@ class RecurrentMtpHead:
         return drafts
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        *((kind, {}) for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")),
+        ("nemotron_h", {"moe_latent_size": 24}),
+    ],
+)
 def test_mtp_layers_of_recurrent_models_draft_by_their_formula_and_change_no_bit(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = make_kernels("plain", deterministic=True, block_size=8)
-    setup = setup_of(tmp_path, kind, kernels, torch.float32)
-    mtp = RecurrentMtpHead(tmp_path, kind, setup.reference)
+    setup = setup_of(tmp_path, kind, kernels, torch.float32, **overrides)
+    mtp = RecurrentMtpHead(tmp_path, kind, setup.reference, **overrides)
     stepper = setup.stepper(MTP)
     drafts = record(stepper, monkeypatch)
     random = np.random.default_rng(2)

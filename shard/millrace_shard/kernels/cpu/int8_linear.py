@@ -120,7 +120,8 @@ class TiledInt8Kernels(Int8Kernels):
             ExpertWeights(gate_up=_in_int8(each.gate_up), down=_in_int8(each.down))
             for each in weights.experts
         )
-        return self._tiled.experts(replace(weights, experts=quantized))
+        latent = weights.latent and (_in_int8(weights.latent[0]), _in_int8(weights.latent[1]))
+        return self._tiled.experts(replace(weights, experts=quantized, latent=latent))
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
         """One operator for all layers, where there is one."""

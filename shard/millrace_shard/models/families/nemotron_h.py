@@ -31,9 +31,19 @@ from millrace_shard.models.spec import (
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """By the letters of `hybrid_override_pattern`."""
 _FORMER = {"mamba": "linear_attention", "attention": "full_attention"}
-_EXPERTS = ExpertNames(
-    router="mixer.gate", experts="mixer.experts", up="up_proj", shared="mixer.shared_experts"
-)
+
+
+def _expert_names(mixer: str) -> ExpertNames:
+    return ExpertNames(
+        router=f"{mixer}.gate",
+        experts=f"{mixer}.experts",
+        up="up_proj",
+        shared=f"{mixer}.shared_experts",
+        latent_in=f"{mixer}.fc1_latent_proj",
+        latent_out=f"{mixer}.fc2_latent_proj",
+    )
+
+
 NAMES = WeightNames(
     layer=LayerNames(
         query="mixer.q_proj",
@@ -44,7 +54,7 @@ NAMES = WeightNames(
         down="mixer.down_proj",
         before_attention="norm",
         before_mlp="norm",
-        experts=(_EXPERTS,),
+        experts=(_expert_names("mixer"),),
     ),
     layers="backbone.layers",
     embedding="backbone.embeddings",
@@ -58,14 +68,7 @@ MTP_NAMES = LayerNames(
     out="0.mixer.o_proj",
     before_attention="0.norm",
     before_mlp="1.norm",
-    experts=(
-        ExpertNames(
-            router="1.mixer.gate",
-            experts="1.mixer.experts",
-            up="up_proj",
-            shared="1.mixer.shared_experts",
-        ),
-    ),
+    experts=(_expert_names("1.mixer"),),
 )
 """Of the layers that predict further tokens, of which the first has attention and the second experts."""
 
@@ -114,7 +117,6 @@ def _attention(config: ConfigReader) -> AttentionSpec:
 
 
 def _experts(config: ConfigReader) -> ExpertsSpec:
-    config.check("moe_latent_size", ())
     config.check("n_shared_experts", (1,))
     if config.flag("mlp_bias"):
         raise UnsupportedModel("mlp_bias=true is not supported for nemotron_h with experts")
@@ -127,6 +129,7 @@ def _experts(config: ConfigReader) -> ExpertsSpec:
         intermediate_size=config.count("moe_intermediate_size"),
         activation=activation,
         shared=SharedExpertSpec(mlp=shared),
+        latent_size=config.optional_count("moe_latent_size"),
     )
 
 
@@ -206,5 +209,6 @@ FAMILY = Family(
         *("time_step_max", "time_step_floor", "mamba_ssm_cache_dtype", "hidden_dropout"),
         *("moe_shared_expert_overlap", "residual_in_fp32", "rescale_prenorm_residual"),
         *("num_nextn_predict_layers", "mtp_layers_block_type", "output_router_logits"),
+        *("mtp_hybrid_override_pattern", "keep_mtp_spec_in_bf16"),
     ),
 )

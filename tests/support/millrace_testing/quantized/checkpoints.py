@@ -64,12 +64,15 @@ def save_mixed(
 
 def _parameter(weights: Mapping[str, Tensor], name: str) -> Tensor:
     """The weight of a linear in the class, which stacks experts that the file has one by one."""
+    # Nemotron-H's file has another name for the whole.
+    name = name.replace("backbone.", "model.")
     expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
     if expert is None:
         return weights[name]
     experts, index, kind = expert.groups()
-    if kind == "down":
-        return weights[f"{experts}.down_proj"][int(index)]
+    stacked = f"{experts}.{kind}_proj"
+    if stacked in weights:
+        return weights[stacked][int(index)]
     gate, up = weights[f"{experts}.gate_up_proj"][int(index)].chunk(2)
     return gate if kind == "gate" else up
 
