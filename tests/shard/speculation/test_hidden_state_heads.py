@@ -24,7 +24,7 @@ from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.model_runner import piecewise_layers
+from millrace_shard.model_runner import draft_graphs, piecewise_layers
 from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.models.description import ModelDescription
 from millrace_shard.models.interface import CausalModel
@@ -381,6 +381,23 @@ def test_mtp_layers_draft_as_in_transformers_and_change_no_bit(
     for slot, length, ids in drafts[:12]:
         whole = [*WANTS[slot].prompt, *setup.truth[slot].ids][:length]
         assert list(ids) == mtp.draft(whole, len(ids))
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "glm4_moe_lite"])
+def test_chains_of_mtp_layers_by_graphs_draft_the_same(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = make_kernels("cpu", deterministic=True, dtype=torch.float32)
+    setup = setup_of(tmp_path, kind, kernels, torch.float32)
+    MtpHead(tmp_path, setup.reference)
+    settings = GraphSettings((4,), Recorder().new_capture)
+    drafts = []
+    for stepper in (setup.stepper(MTP, graphs=settings), setup.stepper(MTP)):
+        drafts.append(record(stepper, monkeypatch))
+        run = Generation(stepper, WANTS, NUM_TOKENS, allow=lambda _: (4, 3), depth=2)
+        check(run, setup.truth)
+    assert settings.may_capture(draft_graphs.KIND)
+    assert drafts[0] == drafts[1] != []
 
 
 class RecurrentMtpHead:
