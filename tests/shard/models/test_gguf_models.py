@@ -73,7 +73,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "kinds": ("qwen2_moe", {"kinds": {"experts": "IQ3_S", "shared_expert": "Q6_K"}}),
     "published": ("gpt_oss", {"kinds": {"experts": "MXFP4"}, "num_local_experts": 4}),
 }
-WITH_IMAGES = {"qwen2_vl_text", "qwen3_vl_text"}
+WITH_IMAGES = {"qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
 """Texts that only the model with its encoder computes in transformers: `vision/test_mmproj.py`."""
 
 

@@ -68,7 +68,7 @@ def test_features_and_logits_are_those_of_the_checkpoint(family: str, tmp_path: 
     torch.testing.assert_close(logprobs, best.values.sort().values, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_without_the_file_the_text_model_answers_as_its_class_without_axes(
     family: str, tmp_path: Path
 ) -> None:

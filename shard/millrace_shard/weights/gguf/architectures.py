@@ -172,6 +172,10 @@ def _qwen3_vl(source: Source) -> Fields:
     return {}
 
 
+def _qwen3_vl_moe(source: Source) -> Fields:
+    return _qwen3_vl(source) | _routed(source)
+
+
 def _qwen2_moe(source: Source) -> Fields:
     shared = source.count("expert_shared_feed_forward_length")
     return {
@@ -181,16 +185,16 @@ def _qwen2_moe(source: Source) -> Fields:
     }
 
 
-def _qwen3_moe(source: Source) -> Fields:
+def _routed(source: Source) -> Fields:
+    """The experts of Qwen's models: how many, how many a token has, and their width."""
     experts = _experts(source)
     width = source.count("expert_feed_forward_length")
     share = source.needed("feed_forward_length") // experts["num_experts_per_tok"]
-    return {
-        **experts,
-        "moe_intermediate_size": width or share,
-        "norm_topk_prob": True,
-        "use_sliding_window": False,
-    }
+    return {**experts, "moe_intermediate_size": width or share}
+
+
+def _qwen3_moe(source: Source) -> Fields:
+    return {**_routed(source), "norm_topk_prob": True, "use_sliding_window": False}
 
 
 def _gpt_oss(source: Source) -> Fields:
@@ -314,6 +318,12 @@ ARCHITECTURES = {
     "qwen3vl": Architecture(
         model_type="qwen3_vl_text", fields=_qwen3_vl, modules=LLAMA | HEAD_NORMS, has_axes=True
     ),
+    "qwen3vlmoe": Architecture(
+        model_type="qwen3_vl_moe_text",
+        fields=_qwen3_vl_moe,
+        modules=NORMS | ATTENTION | HEAD_NORMS | EXPERTS,
+        has_axes=True,
+    ),
     "qwen3": Architecture(model_type="qwen3", fields=_without_window, modules=LLAMA | HEAD_NORMS),
     "qwen3moe": Architecture(
         model_type="qwen3_moe",
@@ -416,6 +426,7 @@ CLASSES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,8 @@ class Projector:
     """Architectures of the text model."""
     tokens: tuple[str, ...]
     """Control tokens around images; the first stands for a feature in a prompt."""
+    families: Mapping[str, str] = field(default_factory=dict)
+    """`model_type` by the architecture of the text model, where it is not the encoder's."""
 
 
 _GEMMA = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
@@ -36,12 +38,13 @@ _IDEFICS = ("<image>", "<fake_token_around_image>", "<global-img>")
 _QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 _PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 _MISTRAL = ("llama", "mistral3")
+_QWEN3 = {"qwen3vlmoe": "qwen3_vl_moe"}
 PROJECTORS: Mapping[str, Projector] = {
     "gemma3": Projector(encoders.gemma3, ("gemma3",), _GEMMA),
     "idefics3": Projector(encoders.idefics3, ("llama",), _IDEFICS),
     "qwen2vl_merger": Projector(encoders.qwen2, ("qwen2vl",), _QWEN),
     "qwen2.5vl_merger": Projector(encoders.qwen2_5, ("qwen2vl",), _QWEN),
-    "qwen3vl_merger": Projector(encoders.qwen3, ("qwen3vl",), _QWEN),
+    "qwen3vl_merger": Projector(encoders.qwen3, ("qwen3vl", "qwen3vlmoe"), _QWEN, _QWEN3),
     "pixtral": Projector(encoders.pixtral, _MISTRAL, _PIXTRAL),
 }
 """By `clip.projector_type`."""
@@ -110,10 +113,11 @@ class Mmproj:
         `arch` is the file's architecture, and `token_id` stands for a feature. Raises ModelError for another model's
         text.
         """
-        texts = PROJECTORS[self.kind].texts
-        size = text["hidden_size"]
-        if arch not in texts:
-            self.refuse(f"is for text models of {' or '.join(texts)}, and {of} has {arch}")
+        projector, size = PROJECTORS[self.kind], text["hidden_size"]
+        if arch not in projector.texts:
+            self.refuse(
+                f"is for text models of {' or '.join(projector.texts)}, and {of} has {arch}"
+            )
         if self.encoder.text_size != size:
             self.refuse(
                 f"makes features of {self.encoder.text_size} numbers, and {of} has hidden states of {size}"
@@ -121,7 +125,7 @@ class Mmproj:
         if token_id is None:
             self.refuse(f"needs the token {self.tokens[0]}, which the tokenizer of {of} lacks")
         return {
-            "model_type": self.encoder.model_type,
+            "model_type": projector.families.get(arch, self.encoder.model_type),
             "text_config": dict(text),
             "vision_config": self.encoder.vision,
             "image_token_id": token_id,

@@ -96,6 +96,14 @@ KINDS = {
         of_text=QWEN_TEXT,
         metadata=_PIXELS | _GELU | {"clip.vision.is_deepstack_layers": [True, False, True]},
     ),
+    "qwen3_vl_moe": Kind(
+        "qwen3vl_merger",
+        _PAD,
+        "qwen3_moe",
+        arch="qwen3vlmoe",
+        of_text=QWEN_TEXT | {"moe_intermediate_size": 48},
+        metadata=_PIXELS | _GELU | {"clip.vision.is_deepstack_layers": [False, True, False]},
+    ),
 }
 """By the family of the checkpoint."""
 
@@ -227,7 +235,7 @@ class TinyPair:
         elif name == "visual.patch_embed.proj.weight":
             yield "v.patch_embd.weight", data[:, :, 0]
             yield "v.patch_embd.weight.1", data[:, :, 1]
-        elif self.family == "qwen3_vl" and name.startswith("visual."):
+        elif KINDS[self.family].projector == "qwen3vl_merger" and name.startswith("visual."):
             yield self._of_qwen3(name), data
         elif ".qkv." in name:
             for part, values in zip("qkv", np.split(data, 3), strict=True):
