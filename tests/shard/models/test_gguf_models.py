@@ -12,7 +12,8 @@ import torch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError
 from millrace_shard.models.description import family_of
-from millrace_shard.weights.gguf.architectures import ARCHITECTURES, CLASSES
+from millrace_shard.weights.gguf.architectures import ARCHITECTURES
+from millrace_shard.weights.gguf.config import CLASSES
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.models.gguf_files import BLOCK_TYPES, TinyGguf, read_config
@@ -71,6 +72,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "alpha": ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     "qkv-biases": ("glm4", {"attention_bias": True}),
     "kinds": ("qwen2_moe", {"kinds": {"experts": "IQ3_S", "shared_expert": "Q6_K"}}),
+    "as-many-keys": ("qwen3_5_text", {"linear_num_value_heads": 2}),
     "published": ("gpt_oss", {"kinds": {"experts": "MXFP4"}, "num_local_experts": 4}),
 }
 WITH_IMAGES = {"qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
@@ -128,7 +130,13 @@ def test_block_types_without_a_kernel_are_named_with_their_layers(
 def test_ranks_share_the_blocks_of_a_row(tmp_path: Path) -> None:
     # Four ranks hold 64 of the 256 inputs of o_proj each: a quarter of a block of Q6_K.
     jobs = {
-        2: {"llama": "Q4_1", "phi3": "Q4_K", "gpt_oss": "MXFP4", "gemma3_text": "IQ3_S"},
+        2: {
+            "llama": "Q4_1",
+            "phi3": "Q4_K",
+            "gpt_oss": "MXFP4",
+            "gemma3_text": "IQ3_S",
+            "qwen3_5_text": "Q4_K",
+        },
         4: {"qwen2": "Q6_K", "qwen3": "Q4_K", "qwen2_moe": "IQ4_NL", "smollm3": "F16"},
     }
     for world_size, kinds in jobs.items():
@@ -193,6 +201,16 @@ def test_what_a_family_does_not_compute_is_refused_by_name(name: str, tmp_path: 
     tiny.arch = metadata.get("general.architecture", tiny.arch)
     with pytest.raises(ModelError, match=message):
         prepare_gguf(tiny.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    tiny = TinyGguf("qwen3_5_text", metadata={"qwen35.block_count": 5})
+    tiny.tensors["blk.4.nextn.eh_proj.weight"] = tiny.tensors["blk.0.ffn_gate.weight"]
+    with pytest.raises(ModelError, match=r"tensor blk\.4\..* is missing from one\.gguf"):
+        prepare_gguf(tiny.write(tmp_path / "one.gguf"), tmp_path / "cache", tokenizer=None)
+    tiny.metadata["qwen35.nextn_predict_layers"] = 1
+    folder = prepare_gguf(tiny.write(tmp_path / "two.gguf"), tmp_path / "cache", tokenizer=None)
+    assert_scores_as(tiny.model, PROMPTS, generate(folder))
 
 
 def test_factors_of_rotary_embeddings_are_checked(tmp_path: Path) -> None:

@@ -104,6 +104,24 @@ OLMO2 = (
         "post_feedforward_layernorm": "post_ffw_norm",
     }
 )
+DELTA_NET = {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+"""Of layers in which it takes the place of attention."""
+QWEN35 = (
+    ATTENTION
+    | HEAD_NORMS
+    | DELTA_NET
+    | {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
+)
 QKV = ("attn_q", "attn_k", "attn_v")
 ALL_LINEARS = (*QKV, "attn_output")
 DENSE = ("ffn_gate", "ffn_up", "ffn_down")
@@ -134,6 +152,8 @@ class Architecture:
     """Whether the rows of queries and keys are in the order of interleaved rotary embeddings."""
     norms_plus_one: bool = False
     """Whether the file has the weights of norms plus 1."""
+    is_hybrid: bool = False
+    """Whether layers of some kinds have DELTA_NET in place of attention."""
     has_axes: bool = False
     """Whether images have rows and columns as positions."""
     whole_head_norms: bool = False
@@ -195,6 +215,29 @@ def _routed(source: Source) -> Fields:
 
 def _qwen3_moe(source: Source) -> Fields:
     return {**_routed(source), "norm_topk_prob": True, "use_sliding_window": False}
+
+
+def _qwen35(source: Source) -> Fields:
+    predicted = source.count("nextn_predict_layers") or 0
+    num_layers, period = source.num_layers - predicted, source.needed("full_attention_interval")
+    values = source.needed("ssm.time_step_rank")
+    kinds = ["linear_attention", "full_attention"]
+    return {
+        # Layers that predict further tokens follow.
+        "num_hidden_layers": num_layers,
+        "layer_types": [kinds[(layer + 1) % period == 0] for layer in range(num_layers)],
+        "linear_num_key_heads": source.needed("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": source.needed("ssm.state_size"),
+        "linear_value_head_dim": source.needed("ssm.inner_size") // values,
+        "linear_conv_kernel_dim": source.needed("ssm.conv_kernel"),
+    }
+
+
+def _qwen35_moe(source: Source) -> Fields:
+    shared = source.needed("expert_shared_feed_forward_length")
+    routed = {"moe_intermediate_size": source.needed("expert_feed_forward_length")}
+    return _qwen35(source) | _experts(source) | routed | {"shared_expert_intermediate_size": shared}
 
 
 def _gpt_oss(source: Source) -> Fields:
@@ -324,6 +367,24 @@ ARCHITECTURES = {
         modules=NORMS | ATTENTION | HEAD_NORMS | EXPERTS,
         has_axes=True,
     ),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text",
+        fields=_qwen35,
+        modules=QWEN35 | MLP,
+        may_be_partial=True,
+        norms_plus_one=True,
+        is_hybrid=True,
+        has_axes=True,
+    ),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        fields=_qwen35_moe,
+        modules=QWEN35 | EXPERTS | SHARED,
+        may_be_partial=True,
+        norms_plus_one=True,
+        is_hybrid=True,
+        has_axes=True,
+    ),
     "qwen3": Architecture(model_type="qwen3", fields=_without_window, modules=LLAMA | HEAD_NORMS),
     "qwen3moe": Architecture(
         model_type="qwen3_moe",
@@ -417,33 +478,3 @@ ARCHITECTURES = {
     ),
 }
 """By `general.architecture`."""
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_vl_text": "Qwen2VLForConditionalGeneration",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "cohere": "CohereForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-}
-"""Classes of transformers by `model_type`."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.weights.gguf.architectures import (
     ARCHITECTURES,
-    CLASSES,
     Architecture,
     Source,
 )
@@ -175,6 +174,40 @@ NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "pooling_type": 0}
 """Counts with the value that has no effect."""
 
 
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2VLForConditionalGeneration",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+"""Classes of transformers by `model_type`."""
+
+
 def architecture_of(metadata: Metadata, name: str) -> Architecture:
     """Of the file `name`. Raises UnsupportedModel, with the supported ones."""
     arch = metadata.text("general.architecture")
@@ -233,10 +266,14 @@ def _sizes(
         raise WeightsError(
             f"{header.path.name}: {arch}.context_length={context}; at most {LONGEST_CONTEXT} is allowed"
         )
+    inner = "feed_forward_length"
+    if architecture.is_hybrid and f"{arch}.{inner}" not in metadata:
+        # All layers have experts.
+        inner = f"expert_{inner}"
     return {
         "vocab_size": metadata.count(f"{arch}.vocab_size") or embedding.shape[0],
         "hidden_size": needed("embedding_length"),
-        "intermediate_size": needed("feed_forward_length"),
+        "intermediate_size": needed(inner),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.count(f"{arch}.attention.head_count_kv") or heads,

@@ -23,10 +23,12 @@ from millrace_shard.weights.gguf.header import GgufHeader, StoredTensor
 from millrace_shard.weights.gguf.known_folders import model_files
 from millrace_shard.weights.gguf.metadata import Metadata
 from millrace_shard.weights.gguf.mmproj import Mmproj
+from millrace_shard.weights.gguf.row_orders import HeadOrders, reordered, rotated, with_columns
 from millrace_shard.weights.gguf.tensor_names import (
+    CONVOLUTION,
     GATE_OF_SHARED,
+    RATES,
     is_norm,
-    is_rotated,
     stored_name,
 )
 from millrace_shard.weights.quantized.module_tensors import Cut, Groups, Span
@@ -149,8 +151,9 @@ class GgufFiles:
     """A reader with the methods of SafetensorFiles. Methods raise WeightsError, naming the tensor.
 
     Files of some architectures hold the rows of the query and key projections so that the pairs that RoPE rotates are
-    neighbours: row 2j + i of a head is row i * D/2 + j of transformers. `read` undoes that. It also takes 1 from norms
-    to which the file adds it. Experts, which the file stacks, are tensors for themselves, named by their numbers.
+    neighbours: row 2j + i of a head is row i * D/2 + j of transformers; files of Qwen 3.5 hold the value heads of delta
+    nets in another order. `read` undoes that. It also takes 1 from norms to which the file adds it. Experts, which the
+    file stacks, are tensors for themselves, named by their numbers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -160,12 +163,12 @@ class GgufFiles:
         self._files = [path.open("rb") for path in self._paths]
         metadata = Metadata(self._header.metadata, self._paths[0].name)
         self._architecture = architecture_of(metadata, self._paths[0].name)
-        self._num_heads = {}
-        if self._architecture.is_rotated:
-            arch = metadata.text("general.architecture")
-            heads = metadata.needed(f"{arch}.attention.head_count")
-            kv_heads = metadata.count(f"{arch}.attention.head_count_kv") or heads
-            self._num_heads = {"attn_q": heads, "attn_k": kv_heads}
+        self._orders = HeadOrders(
+            metadata,
+            str(metadata.text("general.architecture")),
+            is_rotated=self._architecture.is_rotated,
+            is_recurrent=self._architecture.is_hybrid,
+        )
 
     def __contains__(self, name: str) -> bool:
         return stored_name(_full(name), self._architecture.modules)[0] in self._header.tensors
@@ -188,14 +191,11 @@ class GgufFiles:
         tensor = self._tensor(name)
         if self._architecture.norms_plus_one and is_norm(tensor.name):
             return self._part(tensor, dim, span).float() - 1
-        if not is_rotated(tensor.name) or not self._num_heads:
-            return self._part(tensor, dim, span)
-        size = self._head_dim(tensor)
-        if dim == 1:
-            return _unrotated(self._part(tensor, dim, span), size)
-        start, end = span[0] // size * size, -(-span[1] // size) * size
-        whole_heads = _unrotated(self._part(tensor, 0, (start, end)), size)
-        return whole_heads[span[0] - start : span[1] - start]
+        values = self._orders.read(tensor, dim, span, partial(self._part, tensor))
+        if tensor.name.endswith(RATES):
+            # The file has them as minus their exponentials.
+            return values.float().neg().log()
+        return values[:, None] if CONVOLUTION in tensor.name else values
 
     def codes(self, name: str, cut: Cut) -> QuantizedTensor | None:
         """A part of a matrix as codes; None if its blocks are plain numbers."""
@@ -206,20 +206,14 @@ class GgufFiles:
             raise WeightsError(
                 f"tensor {name} has shape {list(tensor.shape)}, its config says {[cut.outputs, cut.inputs]}"
             )
-        if not is_rotated(tensor.name) or not self._num_heads:
-            return read_codes(self._file_of(tensor), tensor, cut.rows, cut.columns)
-        size, (start, end) = self._head_dim(tensor), cut.rows
-        whole = start // size * size, -(-end // size) * size
-        codes = read_codes(self._file_of(tensor), tensor, whole, cut.columns)
-        offsets = None if codes.offsets is None else _unrotated(codes.offsets, size)
-        heads = replace(
-            codes,
-            codes=_unrotated(codes.codes, size),
-            scales=_unrotated(codes.scales, size),
-            offsets=offsets,
-            units=codes.units and codes.units.each(lambda each: _unrotated(each, size)),
-        )
-        return heads.rows(start - whole[0], end - whole[0])
+        read, order = partial(read_codes, self._file_of(tensor), tensor), self._orders.rows(tensor)
+        if (inputs := self._orders.columns(tensor)) is not None:
+            return with_columns(read(cut.rows, (0, cut.inputs)), inputs, cut.columns)
+        if order is None:
+            return read(cut.rows, cut.columns)
+        start, end = order.cover(cut.rows)
+        whole = reordered(read((start, end), cut.columns), order, start)
+        return whole.rows(cut.rows[0] - start, cut.rows[1] - start)
 
     def costs(self) -> list[str]:
         """A line for each block type of fewer than FEWEST_BITS bits, which kernels do not have."""
@@ -260,16 +254,12 @@ class GgufFiles:
             raise WeightsError(f"tensor {name} is missing from the checkpoint")
         if GATE_OF_SHARED in tensor.name:
             return replace(tensor, shape=(1, tensor.shape[-1]))
+        if CONVOLUTION in tensor.name:
+            return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[-1]))
         return tensor if expert is None else tensor.element(expert)
 
     def _file_of(self, tensor: StoredTensor) -> BufferedReader:
         return self._files[tensor.part]
-
-    def _head_dim(self, tensor: StoredTensor) -> int:
-        heads = self._num_heads[tensor.name.split(".")[2]]
-        if tensor.shape[0] % (2 * heads):
-            raise WeightsError(f"tensor {tensor.name} has {tensor.shape[0]} rows for {heads} heads")
-        return tensor.shape[0] // heads
 
     def _part(self, tensor: StoredTensor, dim: int, span: tuple[int, int]) -> Tensor:
         file = self._file_of(tensor)
@@ -290,12 +280,6 @@ def _cost(form: BlockFormat, names: Sequence[str]) -> str:
 
 def _full(name: str) -> str:
     return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
-
-
-def _unrotated(values: Tensor, head_dim: int) -> Tensor:
-    """`values` [heads * head_dim, …] with the rows of each head in the order of transformers."""
-    heads = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
-    return heads.transpose(1, 2).reshape(values.shape)
 
 
 class MmprojFiles:
@@ -329,7 +313,7 @@ class MmprojFiles:
         else:
             values = torch.cat(list(self._joined(stored, start, end)))
         if stored.num_heads:
-            values = _unrotated(values, stored.shape[0] // stored.num_heads)
+            values = rotated(stored.shape[0] // stored.num_heads).undone(values)
         if stored.is_plus_one:
             values = values.float() - 1
         return values.narrow(dim, span[0], span[1] - span[0]) if is_whole else values

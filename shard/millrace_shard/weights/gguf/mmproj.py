@@ -38,13 +38,15 @@ _IDEFICS = ("<image>", "<fake_token_around_image>", "<global-img>")
 _QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 _PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 _MISTRAL = ("llama", "mistral3")
-_QWEN3 = {"qwen3vlmoe": "qwen3_vl_moe"}
+_QWEN3 = {"qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+_FLAT = ("qwen35", "qwen35moe")
+"""Architectures whose first layers read no features."""
 PROJECTORS: Mapping[str, Projector] = {
     "gemma3": Projector(encoders.gemma3, ("gemma3",), _GEMMA),
     "idefics3": Projector(encoders.idefics3, ("llama",), _IDEFICS),
     "qwen2vl_merger": Projector(encoders.qwen2, ("qwen2vl",), _QWEN),
     "qwen2.5vl_merger": Projector(encoders.qwen2_5, ("qwen2vl",), _QWEN),
-    "qwen3vl_merger": Projector(encoders.qwen3, ("qwen3vl", "qwen3vlmoe"), _QWEN, _QWEN3),
+    "qwen3vl_merger": Projector(encoders.qwen3, ("qwen3vl", *_QWEN3), _QWEN, _QWEN3),
     "pixtral": Projector(encoders.pixtral, _MISTRAL, _PIXTRAL),
 }
 """By `clip.projector_type`."""
@@ -121,6 +123,10 @@ class Mmproj:
         if self.encoder.text_size != size:
             self.refuse(
                 f"makes features of {self.encoder.text_size} numbers, and {of} has hidden states of {size}"
+            )
+        if arch in _FLAT and self.encoder.vision["deepstack_visual_indexes"]:
+            self.refuse(
+                f"makes features for the first layers of the text model, and {of} has {arch}"
             )
         if token_id is None:
             self.refuse(f"needs the token {self.tokens[0]}, which the tokenizer of {of} lacks")

@@ -7,8 +7,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millrace_shard.errors import UnsupportedModel, WeightsError
-from millrace_shard.weights.gguf.architectures import DENSE, ROUTED, Architecture
+from millrace_shard.weights.gguf.architectures import (
+    ATTENTION,
+    DELTA_NET,
+    DENSE,
+    HEAD_NORMS,
+    ROUTED,
+    Architecture,
+)
 from millrace_shard.weights.gguf.header import GgufHeader
+from millrace_shard.weights.gguf.metadata import Metadata
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
@@ -25,6 +33,9 @@ ROTATED = ("attn_q", "attn_k")
 """Projections whose rows files of some architectures hold in another order."""
 GATE_OF_SHARED = "ffn_gate_inp_shexp"
 """A linear with one output, which files have as a vector."""
+RATES, CONVOLUTION, STATE_NORM = "ssm_a", "ssm_conv1d", "ssm_norm"
+WHOLE_NAMES = (RATES, "ssm_dt.bias")
+"""Tensors that no kind follows."""
 OF_EXPERTS = frozenset(
     (
         "ffn_gate_inp",
@@ -51,8 +62,12 @@ def stored_name(name: str, modules: Mapping[str, str]) -> tuple[str | None, int 
     module = layer[2] if expert is None else f"{expert[1]}.{expert[3]}"
     if module not in modules:
         return None, None
-    stored = f"blk.{layer[1]}.{modules[module]}.{layer[3] or 'weight'}"
+    stored = _in_layer(int(layer[1]), modules[module], layer[3] or "weight")
     return stored, None if expert is None else int(expert[2])
+
+
+def _in_layer(layer: int, module: str, suffix: str = "weight") -> str:
+    return f"blk.{layer}.{module}" if module in WHOLE_NAMES else f"blk.{layer}.{module}.{suffix}"
 
 
 def is_rotated(stored: str) -> bool:
@@ -61,7 +76,8 @@ def is_rotated(stored: str) -> bool:
 
 
 def is_norm(stored: str) -> bool:
-    return stored.endswith("norm.weight")
+    """Whether it is a norm to which files of some architectures add 1."""
+    return stored.endswith("norm.weight") and STATE_NORM not in stored
 
 
 def biased(header: GgufHeader, architecture: Architecture) -> tuple[dict[str, bool], list[str]]:
@@ -94,11 +110,20 @@ def check_tensors(
                 f" its metadata says {list(shape)}"
             )
     factors = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
-    extra = sorted(header.tensors.keys() - expected.keys() - factors)
+    extra = sorted(header.tensors.keys() - expected.keys() - factors - _behind(header, config))
     if extra:
         raise UnsupportedModel(
             f"{header.path.name} has tensor {extra[0]}, which is not supported for {config['model_type']}"
         )
+
+
+def _behind(header: GgufHeader, config: Mapping[str, Any]) -> set[str]:
+    """Tensors of layers behind the last one, which the metadata says predict further tokens."""
+    metadata = Metadata(header.metadata, header.path.name)
+    count = metadata.needed(f"{metadata.text('general.architecture')}.block_count")
+    layers = range(config["num_hidden_layers"], count)
+    prefixes = tuple(f"blk.{layer}." for layer in layers)
+    return {name for name in header.tensors if name.startswith(prefixes)}
 
 
 def _shapes(
@@ -113,9 +138,15 @@ def _shapes(
     modules = set(architecture.modules.values()) - (set(DENSE) if has_experts else OF_EXPERTS)
     weights = _layer_shapes(config, architecture)
     _, biases = biased(header, architecture)
+    attention = {*ATTENTION.values(), *HEAD_NORMS.values()}
+    recurrent = set(DELTA_NET.values())
     for number in range(config["num_hidden_layers"]):
-        for name in modules:
-            yield f"blk.{number}.{name}.weight", weights[name]
+        absent: set[str] = set()
+        if architecture.is_hybrid:
+            is_full = config["layer_types"][number] == "full_attention"
+            absent = recurrent if is_full else attention
+        for name in modules - absent:
+            yield _in_layer(number, name), weights[name]
         for name in biases:
             yield f"blk.{number}.{name}.bias", weights[name][:-1]
 
@@ -136,11 +167,12 @@ def _layer_shapes(
         **{name: (hidden,) for name in architecture.modules.values() if name.endswith("norm")},
         "attn_q_norm": of_heads[:1],
         "attn_k_norm": of_heads[1:],
-        "attn_q": (queries, hidden),
+        "attn_q": (2 * queries if architecture.is_hybrid else queries, hidden),
         "attn_k": (keys, hidden),
         "attn_v": (keys, hidden),
         "attn_qkv": (queries + 2 * keys, hidden),
         "attn_output": (hidden, queries),
+        **(_delta_net_shapes(config) if architecture.is_hybrid else {}),
         "attn_sinks": (heads,),
         "ffn_gate": (inner, hidden),
         "ffn_up": (2 * inner if is_fused else inner, hidden),
@@ -153,4 +185,22 @@ def _layer_shapes(
         "ffn_up_shexp": (shared, hidden),
         "ffn_down_shexp": (hidden, shared),
         GATE_OF_SHARED: (1, hidden),
+    }
+
+
+def _delta_net_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, keys = config["hidden_size"], config["linear_num_key_heads"]
+    values, value_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    inner = values * value_dim
+    channels = 2 * keys * config["linear_key_head_dim"] + inner
+    return {
+        "attn_qkv": (channels, hidden),
+        "attn_gate": (inner, hidden),
+        "ssm_beta": (values, hidden),
+        "ssm_alpha": (values, hidden),
+        CONVOLUTION: (channels, config["linear_conv_kernel_dim"]),
+        RATES: (values,),
+        "ssm_dt.bias": (values,),
+        STATE_NORM: (value_dim,),
+        "ssm_out": (hidden, inner),
     }

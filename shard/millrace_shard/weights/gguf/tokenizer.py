@@ -196,6 +196,13 @@ PRE_TOKENIZERS = {
     "falcon3": _LLAMA3,
     "smaug-bpe": PreTokenizer(patterns=_LLAMA3.patterns),
     "qwen2": _QWEN2,
+    "qwen35": PreTokenizer(
+        patterns=(
+            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+            rf"|{_SPACES}",
+        ),
+        normal_form=True,
+    ),
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
     "deepseek-coder": PreTokenizer(

@@ -186,4 +186,9 @@ def test_an_encoder_of_another_model_is_named(pair: TinyPair, tmp_path: Path) ->
     )
     with pytest.raises(ModelError, match=message):
         prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=encoder)
+    other = TinyPair("qwen3_vl", tmp_path / "deep")
+    other.write_encoder(tmp_path / "deep.gguf")
+    text = TinyPair("qwen3_5", tmp_path / "hybrid").text.write(tmp_path / "hybrid.gguf")
+    with pytest.raises(ModelError, match=r"deep.gguf .* for the first layers .* has qwen35; name"):
+        prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=tmp_path / "deep.gguf")
     assert not list((tmp_path / "cache").glob("*"))

@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_SPLIT
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_SPLIT
 
 from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
 from millrace_shard.weights.gguf.folder import prepare_gguf
@@ -44,6 +45,7 @@ PATTERNS = {
     **{name: GGUF_PRE_TOKENIZER_SPLITS[name] for name in ("falcon3", "smaug-bpe")},
     **{name: GGUF_PRE_TOKENIZER_SPLITS[name] for name in ("tekken", "gpt-4o")},
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2_SPLIT),
+    "qwen35": QWEN35_SPLIT,
 }
 """The patterns that transformers knows, by the names in `tokenizer.ggml.pre`."""
 AS_LLAMA_CPP = {
@@ -53,7 +55,7 @@ AS_LLAMA_CPP = {
     "hunyuan": "qwen2",
 }
 """Names that transformers does not know, and those with the same expressions in llama.cpp's llama-vocab.cpp."""
-NORMALIZED = ("qwen2", "deepseek-r1-qwen", "megrez", "command-r")
+NORMALIZED = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "command-r")
 """Tokenizers of Qwen 2 and Command R bring text into normal form C, as the tokenizer.json of the models says."""
 DIGITS = ("smollm", "starcoder", "refact")
 PIECES = {

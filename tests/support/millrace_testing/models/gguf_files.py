@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 
 PLAIN = ("F32", "F16", "BF16")
 SCALES = {
@@ -69,10 +70,12 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
     "olmo3": "olmo2",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """Names in files of families that have another name there."""
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-PLAIN_ENDS = ("gate.weight", "router.weight", ".bias", "sinks.weight")
+PLAIN_ENDS = ("gate.weight", "router.weight", ".bias", "sinks.weight", "conv1d.weight")
 """Ends the names of tensors that files have as float32."""
 WIDE, SLIDING = {"head_dim": 64}, {"sliding_window": 12, "num_hidden_layers": 5}
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
@@ -83,7 +86,18 @@ YARN = {
     "original_max_position_embeddings": 32,
     "truncate": False,
 }
+DELTA_NET = {
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 128,
+}
+"""Each key has three values, three heads of which fill one and a half blocks of a row."""
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | MIXTURE | {"shared_expert_intermediate_size": 512},
     "qwen3": WIDE,
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
     "qwen2_moe": MIXTURE | {"shared_expert_intermediate_size": 512, "norm_topk_prob": False},
@@ -223,8 +237,10 @@ class TinyGguf:
             values = gguf.quants.dequantize(data, BlockType[kind])
             if name.endswith("norm.weight"):
                 data = (values + 1).astype(np.float32).view(np.uint8)
-                is_shifted = self.family.startswith("gemma")
+                is_shifted = self.family.startswith(("gemma", "qwen3_5")) and ".linear_" not in name
                 values = data.view(np.float32) - np.float32(is_shifted)
+            elif ".linear_attn." in name:
+                data, values = self._of_delta_net(name, data, values)
             with torch.no_grad():
                 values_of.copy_(torch.from_numpy(values.copy()))
             stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -240,14 +256,8 @@ class TinyGguf:
         """Names that llama.cpp's converters give the parts of a parameter, and the parts as views."""
         module = name.removesuffix("_bias")
         suffix = ".bias" if module != name else ".weight"
-        if name.endswith("sinks"):
-            return [(f"{name}.weight", parameter)]
-        if name.endswith("shared_expert_gate.weight"):
-            return [(name, parameter[0])]
-        if self.family == "mixtral" and name.endswith("mlp.gate.weight"):
-            return [(name.replace("mlp.gate", "block_sparse_moe.gate"), parameter)]
         if ".experts." not in name:
-            return [(name, parameter)]
+            return [self._single(name, parameter)]
         views = {"down_proj": parameter}
         if module.endswith("gate_up_proj"):
             # Experts of gpt-oss are transposed, and its gates and ups alternate.
@@ -265,6 +275,36 @@ class TinyGguf:
             base = base.removeprefix("model.").replace("mlp", "feed_forward")
             views = {MIXTRAL[part]: view for part, view in views.items()}
         return [(f"{base}.{part}{suffix}", view) for part, view in views.items()]
+
+    def _single(self, name: str, parameter: Tensor) -> tuple[str, Tensor]:
+        """The same of a parameter other than experts."""
+        if name.endswith("sinks"):
+            return f"{name}.weight", parameter
+        if name.endswith(".dt_bias"):
+            return name.replace("dt_bias", "dt_proj.bias"), parameter
+        if name.endswith(".conv1d.weight"):
+            return name, parameter[:, 0]
+        if name.endswith("shared_expert_gate.weight"):
+            return name, parameter[0]
+        if self.family == "mixtral" and name.endswith("mlp.gate.weight"):
+            return name.replace("mlp.gate", "block_sparse_moe.gate"), parameter
+        return name, parameter
+
+    def _of_delta_net(self, name: str, data: Bytes, values: Floats) -> tuple[Bytes, Floats]:
+        """What the file has, and what the model has for it: undoes `_LinearAttentionVReorderBase` of llama.cpp."""
+        config = self.config
+        keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+        part, behind = name.split(".")[4], 0
+        if part == "A_log":
+            data = (-np.exp(values)).astype(np.float32).view(np.uint8)
+        if part in ("in_proj_qkv", "conv1d"):
+            behind = 2 * keys * config.linear_key_head_dim
+        axis = int(part == "out_proj")
+        first, rest = np.split(values, [behind], axis=axis)
+        size = rest.shape[axis] // heads
+        shape = *rest.shape[:axis], heads // keys, keys, size, *rest.shape[axis + 1 :]
+        grouped = np.moveaxis(rest.reshape(shape), axis, axis + 1).reshape(rest.shape)
+        return data, np.concatenate((first, grouped), axis=axis)
 
     def _in_file_order(self, name: str, data: Bytes, values: Tensor) -> Bytes:
         heads = {
@@ -288,7 +328,7 @@ class TinyGguf:
             "context_length": config.max_position_embeddings,
             "embedding_length": config.hidden_size,
             "block_count": config.num_hidden_layers,
-            "feed_forward_length": config.intermediate_size,
+            "feed_forward_length": getattr(config, "intermediate_size", None),
             "attention.head_count": config.num_attention_heads,
             "attention.head_count_kv": config.num_key_value_heads,
             "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
@@ -324,6 +364,8 @@ class TinyGguf:
                 "expert_feed_forward_length": config.moe_intermediate_size,
                 "expert_shared_feed_forward_length": shared,
             }
+        if family.startswith("qwen3_5"):
+            return self._of_hybrid(rotated)
         if family == "gpt_oss":
             width = {"expert_feed_forward_length": config.intermediate_size}
             return {"attention.sliding_window": window, **width}
@@ -342,6 +384,24 @@ class TinyGguf:
         if family == "glm4":
             return {"rope.dimension_count": rotated}
         return self._of_llama(head_dim, window)
+
+    def _of_hybrid(self, rotated: int) -> dict[str, Any]:
+        config = self.config
+        values = config.linear_num_value_heads
+        return {
+            "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+            "expert_shared_feed_forward_length": getattr(
+                config, "shared_expert_intermediate_size", None
+            ),
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": values,
+            "ssm.inner_size": values * config.linear_value_head_dim,
+            "full_attention_interval": 4,
+            "rope.dimension_count": rotated,
+            "rope.dimension_sections": [11, 11, 10, 0],
+        }
 
     def _of_llama(self, head_dim: int, window: int | None) -> dict[str, Any]:
         config, family = self.config, self.family

@@ -29,6 +29,19 @@ Array = npt.NDArray[Any]
 TEXT = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SECTIONS = [2, 3, 3]
 QWEN_TEXT = {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "mrope_section": SECTIONS}}
+HYBRID = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        "rope_theta": 1e4,
+        "mrope_section": SECTIONS,
+        "partial_rotary_factor": 0.25,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ _PIXELS = {
 }
 _FACTOR = {"clip.vision.projector.scale_factor": 2}
 _PAD = "<|image_pad|>"
+_FLAT = _PIXELS | _GELU | {"clip.vision.is_deepstack_layers": [False] * 3}
 KINDS = {
     "gemma3": Kind("gemma3", "<image_soft_token>", "gemma3_text", metadata=_GELU | _FACTOR),
     "idefics3": Kind(
@@ -103,6 +117,17 @@ KINDS = {
         arch="qwen3vlmoe",
         of_text=QWEN_TEXT | {"moe_intermediate_size": 48},
         metadata=_PIXELS | _GELU | {"clip.vision.is_deepstack_layers": [False, True, False]},
+    ),
+    "qwen3_5": Kind(
+        "qwen3vl_merger", _PAD, "qwen3_5_text", arch="qwen35", of_text=HYBRID, metadata=_FLAT
+    ),
+    "qwen3_5_moe": Kind(
+        "qwen3vl_merger",
+        _PAD,
+        "qwen3_5_moe_text",
+        arch="qwen35moe",
+        of_text=HYBRID | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 32},
+        metadata=_FLAT,
     ),
 }
 """By the family of the checkpoint."""
