@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace_shard.errors import WeightsError
+from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.weights.gguf.header import GgufHeader
 from millrace_shard.weights.gguf.metadata import Metadata
 
@@ -19,6 +19,10 @@ Fields = dict[str, Any]
 PREFIX = "clip.vision."
 CHANNELS, FRAMES = 3, 2
 FIRST_DOWN = "v.blk.0.ffn_down.weight"
+
+
+class UnsupportedProjector(UnsupportedModel):
+    """An encoder of which something is not known, or that is not for this text model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ class Clip:
         return fields
 
 
-def _module(name: str, stored: str, *shape: int, bias: bool = True) -> Tensors:
+def tensors_of(name: str, stored: str, *shape: int, bias: bool = True) -> Tensors:
     """A weight of this shape, and a bias for its first axis."""
     tensors = {f"{name}.weight": Stored((f"{stored}.weight",), shape)}
     if bias:
@@ -136,7 +140,7 @@ def _module(name: str, stored: str, *shape: int, bias: bool = True) -> Tensors:
     return tensors
 
 
-def _layers(
+def layer_tensors(
     clip: Clip, prefix: str, modules: Mapping[str, tuple[str, tuple[int, ...]]], *, bias: bool
 ) -> Tensors:
     """The modules of all layers, whose names begin with `prefix`, by their names and shapes in the file."""
@@ -144,14 +148,13 @@ def _layers(
     for layer in range(clip.num_layers):
         for name, (stored, shape) in modules.items():
             ours, theirs = f"{prefix}{layer}.{name}", f"v.blk.{layer}.{stored}"
-            tensors |= _module(ours, theirs, *shape, bias=bias)
+            tensors |= tensors_of(ours, theirs, *shape, bias=bias)
     return tensors
 
 
-def _siglip(clip: Clip, module: str) -> tuple[Fields, Tensors]:
-    """`vision_config` and tensors of SigLIP's encoder, which is the module `module`."""
-    hidden, patch, image = clip.hidden, clip.patch, clip.needed("image_size")
-    inner, up, down = clip.inner()
+def clip_layers(clip: Clip, prefix: str) -> Tensors:
+    """The layers of CLIP and SigLIP, whose names begin with `prefix`."""
+    hidden, (inner, up, down) = clip.hidden, clip.inner()
     square = hidden, hidden
     modules = {
         "layer_norm1": ("ln1", (hidden,)),
@@ -163,18 +166,26 @@ def _siglip(clip: Clip, module: str) -> tuple[Fields, Tensors]:
         "mlp.fc1": (up, (inner, hidden)),
         "mlp.fc2": (down, (hidden, inner)),
     }
+    return layer_tensors(clip, prefix, modules, bias=True)
+
+
+def _siglip(clip: Clip, module: str) -> tuple[Fields, Tensors]:
+    """`vision_config` and tensors of SigLIP's encoder, which is the module `module`."""
+    hidden, patch, image = clip.hidden, clip.patch, clip.needed("image_size")
     embeddings, side = f"{module}.embeddings", image // patch
     tensors = {
-        **_module(f"{embeddings}.patch_embedding", "v.patch_embd", hidden, CHANNELS, patch, patch),
-        **_module(
+        **tensors_of(
+            f"{embeddings}.patch_embedding", "v.patch_embd", hidden, CHANNELS, patch, patch
+        ),
+        **tensors_of(
             f"{embeddings}.position_embedding", "v.position_embd", side * side, hidden, bias=False
         ),
-        **_layers(clip, f"{module}.encoder.layers.", modules, bias=True),
-        **_module(f"{module}.post_layernorm", "v.post_ln", hidden),
+        **clip_layers(clip, f"{module}.encoder.layers."),
+        **tensors_of(f"{module}.post_layernorm", "v.post_ln", hidden),
     }
     vision = {
         "hidden_size": hidden,
-        "intermediate_size": inner,
+        "intermediate_size": clip.inner()[0],
         "num_hidden_layers": clip.num_layers,
         "num_attention_heads": clip.num_heads,
         "image_size": image,
@@ -210,7 +221,7 @@ def idefics3(clip: Clip) -> Encoder:
     projection = "mm.model.fc"
     text_size = clip.shape(f"{projection}.weight")[0]
     name = "model.connector.modality_projection.proj"
-    tensors |= _module(name, projection, text_size, clip.hidden * factor**2, bias=False)
+    tensors |= tensors_of(name, projection, text_size, clip.hidden * factor**2, bias=False)
     return Encoder(
         model_type="idefics3",
         text_size=text_size,
@@ -247,13 +258,15 @@ def _qwen(
     }
     tensors = {
         f"{QWEN}patch_embed.proj.weight": Stored(frames, shape, has_frames=True),
-        **_layers(
+        **layer_tensors(
             clip,
             f"{QWEN}blocks.",
             {"norm1": ("ln1", (hidden,)), "norm2": ("ln2", (hidden,))},
             bias=norm_bias,
         ),
-        **_layers(clip, f"{QWEN}blocks.", {"attn.proj": ("attn_out", (hidden, hidden))}, bias=True),
+        **layer_tensors(
+            clip, f"{QWEN}blocks.", {"attn.proj": ("attn_out", (hidden, hidden))}, bias=True
+        ),
     }
     least, most = (
         clip.count(f"image_{name}_pixels", default)
@@ -284,9 +297,9 @@ def _merger(clip: Clip, names: tuple[str, str, str], *, norm_bias: bool) -> tupl
     text_size = clip.shape("mm.2.weight")[0]
     norm, first, last = (f"{QWEN}merger.{name}" for name in names)
     return text_size, {
-        **_module(norm, "v.post_ln", clip.hidden, bias=norm_bias),
-        **_module(first, "mm.0", wide, wide),
-        **_module(last, "mm.2", text_size, wide),
+        **tensors_of(norm, "v.post_ln", clip.hidden, bias=norm_bias),
+        **tensors_of(first, "mm.0", wide, wide),
+        **tensors_of(last, "mm.2", text_size, wide),
     }
 
 
@@ -298,7 +311,9 @@ def qwen2(clip: Clip) -> Encoder:
     text_size, merger = _merger(clip, OLDER_MERGER, norm_bias=True)
     (inner, up, down), hidden = clip.inner(), clip.hidden
     modules = {"mlp.fc1": (up, (inner, hidden)), "mlp.fc2": (down, (hidden, inner))}
-    tensors |= _joined_qkv(clip) | merger | _layers(clip, f"{QWEN}blocks.", modules, bias=True)
+    tensors |= (
+        _joined_qkv(clip) | merger | layer_tensors(clip, f"{QWEN}blocks.", modules, bias=True)
+    )
     return Encoder(
         model_type="qwen2_vl",
         text_size=text_size,
@@ -328,7 +343,9 @@ def qwen2_5(clip: Clip) -> Encoder:
         "mlp.up_proj": (up, (inner, hidden)),
         "mlp.down_proj": (down, (hidden, inner)),
     }
-    tensors |= _joined_qkv(clip) | merger | _layers(clip, f"{QWEN}blocks.", modules, bias=True)
+    tensors |= (
+        _joined_qkv(clip) | merger | layer_tensors(clip, f"{QWEN}blocks.", modules, bias=True)
+    )
     period = clip.needed("n_wa_pattern")
     own = {
         "hidden_size": hidden,
@@ -356,10 +373,10 @@ def qwen3(clip: Clip) -> Encoder:
         "mlp.linear_fc1": (up, (inner, hidden)),
         "mlp.linear_fc2": (down, (hidden, inner)),
     }
-    tensors |= merger | _layers(clip, f"{QWEN}blocks.", modules, bias=True)
+    tensors |= merger | layer_tensors(clip, f"{QWEN}blocks.", modules, bias=True)
     tensors[f"{QWEN}patch_embed.proj.bias"] = Stored(("v.patch_embd.bias",), (hidden,))
     positions = clip.shape("v.position_embd.weight")[0]
-    tensors |= _module(f"{QWEN}pos_embed", "v.position_embd", positions, hidden, bias=False)
+    tensors |= tensors_of(f"{QWEN}pos_embed", "v.position_embd", positions, hidden, bias=False)
     key = f"{PREFIX}is_deepstack_layers"
     flags = clip.metadata.flags(key) or [False] * clip.num_layers
     if len(flags) != clip.num_layers:
@@ -368,9 +385,9 @@ def qwen3(clip: Clip) -> Encoder:
     wide = hidden * vision["spatial_merge_size"] ** 2
     for index, layer in enumerate(deepstack):
         ours, theirs = f"{QWEN}deepstack_merger_list.{index}.", f"v.deepstack.{layer}."
-        tensors |= _module(f"{ours}norm", f"{theirs}norm", wide)
-        tensors |= _module(f"{ours}linear_fc1", f"{theirs}fc1", wide, wide)
-        tensors |= _module(f"{ours}linear_fc2", f"{theirs}fc2", text_size, wide)
+        tensors |= tensors_of(f"{ours}norm", f"{theirs}norm", wide)
+        tensors |= tensors_of(f"{ours}linear_fc1", f"{theirs}fc1", wide, wide)
+        tensors |= tensors_of(f"{ours}linear_fc2", f"{theirs}fc2", text_size, wide)
     own = {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -395,12 +412,12 @@ def pixtral(clip: Clip) -> Encoder:
     merge, has_bias = clip.count("spatial_merge_size", 1), "mm.1.bias" in clip
     tensors = {
         **_pixtral_layers(clip),
-        **_module(f"{PIXTRAL}1", "mm.1", text_size, hidden, bias=has_bias),
-        **_module(f"{PIXTRAL}2", "mm.2", text_size, text_size, bias=has_bias),
+        **tensors_of(f"{PIXTRAL}1", "mm.1", text_size, hidden, bias=has_bias),
+        **tensors_of(f"{PIXTRAL}2", "mm.2", text_size, text_size, bias=has_bias),
     }
     if MERGER in clip:
         projector, wide = "multi_modal_projector.", hidden * merge**2
-        tensors |= _module(f"{projector}norm", "mm.input_norm", hidden, bias=False)
+        tensors |= tensors_of(f"{projector}norm", "mm.input_norm", hidden, bias=False)
         merging = f"{projector}patch_merger.merging_layer.weight"
         tensors[merging] = Stored((MERGER,), (hidden, wide))
     return Encoder(
@@ -453,8 +470,8 @@ def _pixtral_layers(clip: Clip) -> Tensors:
         for kind in "qk"
     }
     return {
-        **_module("vision_tower.patch_conv", "v.patch_embd", *conv, bias=False),
-        **_module("vision_tower.ln_pre", "v.pre_ln", hidden, bias=False),
-        **_layers(clip, layers, modules, bias=False),
+        **tensors_of("vision_tower.patch_conv", "v.patch_embd", *conv, bias=False),
+        **tensors_of("vision_tower.ln_pre", "v.pre_ln", hidden, bias=False),
+        **layer_tensors(clip, layers, modules, bias=False),
         **rotated,
     }

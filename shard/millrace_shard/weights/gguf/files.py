@@ -306,6 +306,8 @@ class MmprojFiles:
     def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
         """Rows (dim 0) or columns (dim 1) `span` of a tensor: float32 for quantised blocks, else the file's dtype."""
         stored = self._tensor(name)
+        if stored.shape[0] == 1:
+            return self._whole(stored).narrow(dim, span[0], span[1] - span[0])
         is_whole = dim == 1 or stored.num_heads > 0
         start, end = (0, stored.shape[0]) if is_whole else span
         if stored.has_frames:
@@ -345,6 +347,12 @@ class MmprojFiles:
         if name not in self._stored:
             raise WeightsError(f"tensor {name} is missing from {self._path.resolve().name}")
         return self._stored[name]
+
+    def _whole(self, stored: Stored) -> Tensor:
+        """A tensor whose first axis, which the file may lack, has one element."""
+        tensor = self._header.tensors[stored.names[0]]
+        rows = (0, math.prod(stored.shape[:-1]))
+        return read_part(self._file, tensor, rows, (0, stored.shape[-1])).view(stored.shape)
 
     def _joined(self, stored: Stored, start: int, end: int) -> Iterator[Tensor]:
         """The rows from `start` to `end` that each part has."""

@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from millrace_shard.errors import ModelError, UnsupportedModel, WeightsError
-from millrace_shard.weights.gguf import encoders
-from millrace_shard.weights.gguf.encoders import PREFIX, Clip, Encoder, Fields, Stored
+from millrace_shard.weights.gguf import encoders, tile_encoders
+from millrace_shard.weights.gguf.encoders import (
+    PREFIX,
+    Clip,
+    Encoder,
+    Fields,
+    Stored,
+    UnsupportedProjector,
+)
 from millrace_shard.weights.gguf.file_names import parts_of
 from millrace_shard.weights.gguf.header import GgufHeader
 from millrace_shard.weights.gguf.metadata import Metadata
@@ -37,6 +44,8 @@ _GEMMA = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
 _IDEFICS = ("<image>", "<fake_token_around_image>", "<global-img>")
 _QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 _PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_INTERN = ("<IMG_CONTEXT>", "<img>", "</img>")
+_LLAVA = ("<image>",)
 _MISTRAL = ("llama", "mistral3")
 _QWEN3 = {"qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
 _FLAT = ("qwen35", "qwen35moe")
@@ -48,6 +57,8 @@ PROJECTORS: Mapping[str, Projector] = {
     "qwen2.5vl_merger": Projector(encoders.qwen2_5, ("qwen2vl",), _QWEN),
     "qwen3vl_merger": Projector(encoders.qwen3, ("qwen3vl", *_QWEN3), _QWEN, _QWEN3),
     "pixtral": Projector(encoders.pixtral, _MISTRAL, _PIXTRAL),
+    "internvl": Projector(tile_encoders.internvl, ("llama", "qwen2", "qwen3", "qwen3moe"), _INTERN),
+    "mlp": Projector(tile_encoders.llava, ("llama", "qwen2"), _LLAVA),
 }
 """By `clip.projector_type`."""
 WITHOUT_EFFECT = (
@@ -60,10 +71,6 @@ WITHOUT_EFFECT = (
 """Keys in whose place shapes of tensors, or classes of transformers, say the same."""
 UNUSED_TENSORS = frozenset({"v.token_embd.img_break"})
 """The text model has it as well."""
-
-
-class UnsupportedProjector(UnsupportedModel):
-    """An encoder of which something is not known, or that is not for this text model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +182,7 @@ def _check(header: GgufHeader, tensors: Mapping[str, Stored]) -> None:
         tensor = header.tensors.get(name)
         if tensor is None:
             raise WeightsError(f"tensor {name} is missing from {header.path.name}")
-        if tensor.shape != shape:
+        if without_ones(tensor.shape) != without_ones(shape):
             raise WeightsError(
                 f"tensor {name} in {header.path.name} has shape {list(tensor.shape)}, its metadata says"
                 f" {list(shape)}"
@@ -185,6 +192,12 @@ def _check(header: GgufHeader, tensors: Mapping[str, Stored]) -> None:
         raise UnsupportedProjector(
             f"{header.path.name} has tensor {extra[0]}, which is not supported"
         )
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without axes of one element before others, which ggml's tools drop."""
+    first = next((axis for axis, size in enumerate(shape[:-1]) if size != 1), len(shape) - 1)
+    return shape[first:]
 
 
 def _refuse_unknown(metadata: Metadata) -> None:

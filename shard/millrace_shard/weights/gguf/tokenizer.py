@@ -34,6 +34,8 @@ ENDS = frozenset(
 """Control tokens that end an answer: many files name only one of them, where generation_config.json has a list."""
 
 
+SPARE = ("<unused", "<|reserved_special_token_")
+"""Begin tokens that no text has."""
 HARMONY, MESSAGE_END = frozenset(("<|return|>", "<|call|>")), "<|end|>"
 """The ends of an answer of gpt-oss, and the end of each of its messages."""
 
@@ -87,13 +89,14 @@ class Vocabulary:
     def with_images(self, placeholder: str, *others: str) -> Vocabulary:
         """The same with these as control tokens, which some files mark otherwise.
 
-        Files of Gemma 3 leave out the placeholder, whose embedding nothing reads; it takes the place of the last of the
-        tokens that no text has.
+        Files of Gemma 3 and LLaVA leave out the placeholder, whose embedding nothing reads; it takes the place of the
+        last of the tokens that no text has, or of the byte 0.
         """
         tokens, kinds = [*self.tokens], [*self.kinds]
-        unused = [id_ for id_, text in enumerate(tokens) if text.startswith("<unused")]
-        if placeholder not in self.ids and unused:
-            tokens[unused[-1]] = placeholder
+        spare = [id_ for id_, text in enumerate(tokens) if text.startswith(SPARE)]
+        spare = spare or self.of_kind(TokenKind.BYTE)[:1]
+        if placeholder not in self.ids and spare:
+            tokens[spare[-1]] = placeholder
         ids = {text: id_ for id_, text in enumerate(tokens)}
         for text in (placeholder, *others):
             if text in ids:

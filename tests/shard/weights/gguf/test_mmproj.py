@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as BlockType
+from tokenizers import Tokenizer
 
+from millrace_router.images.families import geometry_of
 from millrace_shard.errors import ModelError
 from millrace_shard.weights.download import HubAccess
 from millrace_shard.weights.gguf.files import MmprojFiles
 from millrace_shard.weights.gguf.folder import prepare_gguf
+from millrace_shard.weights.gguf.tokenizer import TokenKind
 from millrace_shard.weights.hub import HubSettings, resolve
-from millrace_testing.models.gguf_files import read_config
+from millrace_testing.models.gguf_files import CONTROL, read_config
 from millrace_testing.models.mmproj_files import TinyPair
+from millrace_testing.models.vision_models import GRIDS
 
 PATCHES = "model.vision_model.embeddings.patch_embedding.weight"
 
@@ -93,6 +97,44 @@ def test_a_token_for_images_that_the_file_leaves_out_takes_the_place_of_an_unuse
         prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=encoder)
 
 
+@pytest.mark.parametrize(
+    ("spare", "kind"), [("<|reserved_special_token_7|>", CONTROL), ("<0x00>", TokenKind.BYTE)]
+)
+def test_a_token_for_images_of_llava_takes_the_place_of_one_that_no_text_has(
+    spare: str, kind: int, tmp_path: Path
+) -> None:
+    pair = TinyPair("llava", tmp_path / "hf")
+    tokens, kinds = (
+        pair.text.metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type")
+    )
+    tokens[-1], kinds[-1] = spare, int(kind)
+    text, encoder = pair.write(tmp_path / "m.gguf")
+    folder = prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=encoder)
+    assert read_config(folder)["image_token_id"] == len(tokens) - 1
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("a<image>", add_special_tokens=False).ids[1:] == [len(tokens) - 1]
+
+
+def test_sizes_of_tiles_and_grids_are_in_the_processors_file(tmp_path: Path) -> None:
+    for family, expected in (
+        ("internvl", {"size": {"height": 24, "width": 24}, "min_patches": 1, "max_patches": 6}),
+        ("llava", {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}),
+        ("llava_next", {"image_grid_pinpoints": GRIDS}),
+    ):
+        text, encoder = TinyPair(family, tmp_path / family).write(tmp_path / f"{family}.gguf")
+        folder = prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=encoder)
+        processor = json.loads((folder / "preprocessor_config.json").read_text())
+        assert expected.items() <= processor.items()
+        assert (
+            geometry_of(read_config(folder)["model_type"], processor).most_tiles
+            == {
+                "internvl": 7,
+                "llava": 1,
+                "llava_next": 5,
+            }[family]
+        )
+
+
 def without(name: str) -> Callable[[TinyPair], None]:
     return lambda pair: pair.tensors.__delitem__(name)
 
@@ -154,6 +196,24 @@ def test_a_file_that_does_not_fit_ends_the_start_with_one_line(
     with pytest.raises(ModelError, match=f"{message}.*{remedy}"):
         resolve(str(text), revision=None, settings=settings, mmproj=str(encoder))
     assert resolve(str(text), revision=None, settings=settings, mmproj="off").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("feature_layer", [1], r"feature_layer=.* is not supported"),
+        ("image_crop_resolution", 48, r"image_crop_resolution=48 is not supported; the size of a"),
+        ("image_grid_pinpoints", [24, 48, 24], "image_grid_pinpoints must be pairs"),
+        ("image_grid_pinpoints", None, "image_grid_pinpoints must be pairs"),
+    ],
+)
+def test_settings_of_llava_that_are_not_computed_are_refused(
+    key: str, value: object, message: str, tmp_path: Path
+) -> None:
+    pair = TinyPair("llava_next", tmp_path / "hf", metadata={f"clip.vision.{key}": value})
+    text, encoder = pair.write(tmp_path / "m.gguf")
+    with pytest.raises(ModelError, match=message):
+        prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=encoder)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from millrace_testing.models.gguf_files import CONTROL, NORMAL, TinyGguf, add_value, rotated_rows
 from millrace_testing.models.models import VOCAB
 from millrace_testing.models.vision_models import (
+    GRIDS,
     PROCESSOR,
     QWEN_SIZE,
     save_tiny_qwen,
@@ -72,6 +74,12 @@ _PIXELS = {
     "clip.vision.spatial_merge_size": 2,
 }
 _FACTOR = {"clip.vision.projector.scale_factor": 2}
+_LLAVA = {
+    "clip.has_llava_projector": True,
+    "clip.use_gelu": False,
+    "clip.vision.block_count": 2,
+    "clip.vision.feature_layer": [2],
+}
 _PAD = "<|image_pad|>"
 _FLAT = _PIXELS | _GELU | {"clip.vision.is_deepstack_layers": [False] * 3}
 KINDS = {
@@ -83,6 +91,23 @@ KINDS = {
         metadata={**_GELU, **_FACTOR, "clip.vision.preproc_image_size": 96},
     ),
     "pixtral": Kind("pixtral", "[IMG]", "llama", metadata=_SILU),
+    "internvl": Kind(
+        "internvl",
+        "<IMG_CONTEXT>",
+        "qwen2",
+        metadata={**_GELU, **_FACTOR, "clip.vision.preproc_max_tiles": 6},
+    ),
+    "llava": Kind("mlp", "<image>", "llama", metadata=_LLAVA),
+    "llava_next": Kind(
+        "mlp",
+        "<image>",
+        "llama",
+        metadata={
+            **_LLAVA,
+            "clip.vision.mm_patch_merge_type": "spatial_unpad",
+            "clip.vision.image_grid_pinpoints": [side for grid in GRIDS for side in grid],
+        },
+    ),
     "mistral3": Kind(
         "pixtral",
         "[IMG]",
@@ -219,54 +244,81 @@ class TinyPair:
             "clip.projector_type": own.projector,
             "clip.vision.projection_dim": 64,
             "clip.vision.image_size": 560 if own.is_qwen else self._image_size(),
-            "clip.vision.patch_size": vision.patch_size,
+            "clip.vision.patch_size": _side(vision.patch_size),
             "clip.vision.embedding_length": getattr(vision, "embed_dim", vision.hidden_size),
             "clip.vision.feed_forward_length": 72,
             "clip.vision.block_count": layers,
             "clip.vision.attention.head_count": heads,
-            "clip.vision.attention.layer_norm_epsilon": 1e-6,
+            "clip.vision.attention.layer_norm_epsilon": getattr(vision, "layer_norm_eps", 1e-6),
             "clip.vision.image_mean": PROCESSOR["image_mean"],
             "clip.vision.image_std": PROCESSOR["image_std"],
             **own.metadata,
         }
 
     def _image_size(self) -> int:
-        size: int = self.model.config.vision_config.image_size
-        return size
+        return _side(self.model.config.vision_config.image_size)
 
     def _tensors(self) -> Iterator[tuple[str, Array]]:
-        vision = self.model.config.vision_config
+        own, vision = KINDS[self.family], self.model.config.vision_config
         layers = getattr(vision, "num_hidden_layers", None) or vision.depth
-        # Numbers of projectors count as numbers of layers, and are up to 2.
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 3))
+        # Numbers of projectors count as numbers of layers, and are up to 3.
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 4))
         for name, data in load_file(self.folder / "model.safetensors").items():
             # Older checkpoints name it so.
             older = name.replace("model.visual.", "visual.")
             for part, values in self._parts(older, data):
                 stored = names.get_name(part, try_suffixes=(".weight", ".bias")) or part
-                if stored.startswith(("v.", "mm.")):
+                if own.projector == "mlp" and stored == "v.image_newline":
+                    stored = "model.image_newline"
+                if stored.startswith(("v.", "mm.", "model.image_newline")):
                     yield stored, np.ascontiguousarray(values)
 
     def _parts(self, name: str, data: Array) -> Iterator[tuple[str, Array]]:
         """What `modify_tensors` of the family's converter makes of a tensor."""
+        own = KINDS[self.family]
         if self.family == "gemma3":
             name = name.replace("vision_tower.", "vision_tower.vision_model.")
             name = name.replace("_weight", ".weight")
             yield name, data + 1 if "soft_emb_norm.weight" in name else data
-        elif KINDS[self.family].projector == "pixtral" and name.startswith("vision_tower."):
+        elif own.projector == "pixtral" and name.startswith("vision_tower."):
             heads = self.model.config.vision_config.num_attention_heads
             is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
             yield name, data[rotated_rows(heads, len(data))] if is_rotated else data
+        elif self.family == "internvl":
+            yield self._of_internvl(name), data
+        elif own.projector == "mlp":
+            yield from self._of_llava(name, data)
         elif name == "visual.patch_embed.proj.weight":
             yield "v.patch_embd.weight", data[:, :, 0]
             yield "v.patch_embd.weight.1", data[:, :, 1]
-        elif KINDS[self.family].projector == "qwen3vl_merger" and name.startswith("visual."):
+        elif own.projector == "qwen3vl_merger" and name.startswith("visual."):
             yield self._of_qwen3(name), data
         elif ".qkv." in name:
             for part, values in zip("qkv", np.split(data, 3), strict=True):
                 yield name.replace("qkv", part), values
         else:
             yield name, data
+
+    def _of_internvl(self, name: str) -> str:
+        projector = {"layer_norm": "mlp1.0", "linear_1": "mlp1.1", "linear_2": "mlp1.3"}
+        for part, stored in projector.items():
+            name = name.replace(f"multi_modal_projector.{part}", stored)
+        if name.startswith("vision_tower."):
+            is_bare = "lambda_" in name or "position_embeddings" in name
+            return f"model.{name}.weight" if is_bare else f"model.{name}"
+        return name
+
+    def _of_llava(self, name: str, data: Array) -> Iterator[tuple[str, Array]]:
+        """As in the older convert_image_encoder_to_gguf.py, which leaves out what does not run."""
+        if ".layers.2." in name or "post_layernorm" in name:
+            return
+        for part, stored in (("linear_1", "0"), ("linear_2", "2")):
+            name = name.replace(f"multi_modal_projector.{part}", f"mm.{stored}")
+        # The names of the two linears are swapped there.
+        swapped = {"fc1": "fc2", "fc2": "fc1"}
+        name = re.sub(r"fc[12]", lambda match: swapped[match[0]], name)
+        name = name.replace("vision_tower.", "vision_tower.vision_model.")
+        yield name.replace("image_newline", "model.image_newline"), data
 
     def _of_qwen3(self, name: str) -> str:
         if name.startswith("visual.deepstack_merger_list."):
@@ -277,6 +329,10 @@ class TinyPair:
         for part, stored in merger.items():
             name = name.replace(f"visual.merger.{part}", stored)
         return name.replace("visual.patch_embed.proj.bias", "v.patch_embd.bias")
+
+
+def _side(value: int | list[int]) -> int:
+    return value if isinstance(value, int) else value[0]
 
 
 def _copy_text(text: PreTrainedModel, whole: PreTrainedModel) -> None:
