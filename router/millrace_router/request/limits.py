@@ -29,6 +29,8 @@ class Dialect:
     """With `tool_choice` none the prompt of a chat lacks its tools."""
     reads_images: bool = False
     """The model reads images. Not a difference to TGI: it depends on the model."""
+    lacks_encoder: bool = False
+    """The model would read images, and only the file with their encoder is missing. It depends on the model, too."""
     takes_images: bool = False
     """Images become markdown links in the prompt, instead of a refusal."""
     keeps_stops: bool = False
@@ -60,15 +62,23 @@ class Dialect:
 
 
 MILLRACE = Dialect()
+OF_MODEL = ("reads_images", "lacks_encoder")
 TGI = Dialect(
-    **dict.fromkeys((each.name for each in fields(Dialect) if each.name != "reads_images"), True)
+    **dict.fromkeys((each.name for each in fields(Dialect) if each.name not in OF_MODEL), True)
+)
+NO_ENCODER = (
+    "the file with its encoder of images is missing, which --mmproj FILE names at the start"
 )
 
 
-def dialect_of(*, strict_tgi: bool, reads_images: bool = False) -> Dialect:
+def dialect_of(
+    *, strict_tgi: bool, reads_images: bool = False, lacks_encoder: bool = False
+) -> Dialect:
     """Return the dialect that the flag selects, for a model that reads images or only text."""
     dialect = TGI if strict_tgi else MILLRACE
-    return replace(dialect, reads_images=True) if reads_images else dialect
+    if not (reads_images or lacks_encoder):
+        return dialect
+    return replace(dialect, reads_images=reads_images, lacks_encoder=lacks_encoder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import orjson
 import structlog
 
+from millrace_proto.small_files import read_small_file
 from millrace_router.config import RouterConfig
 from millrace_router.request.images import Mask
 from millrace_router.request.limits import Limits, dialect_of
@@ -156,8 +159,31 @@ class RouterDeployment:
             tasks=tasks,
             image_token_id=None if info.vision is None else info.vision.image_token_id,
             whole_prompts=info.vision is not None and info.vision.mask is Mask.PROMPT,
-            dialect=dialect_of(strict_tgi=config.strict_tgi, reads_images=info.vision is not None),
+            dialect=dialect_of(
+                strict_tgi=config.strict_tgi,
+                reads_images=info.vision is not None,
+                lacks_encoder=info.vision is None and _lacks_encoder(config.model_folder),
+            ),
         )
+
+
+GGUF_MODEL = "model.gguf"
+"""In a folder that was prepared from a GGUF file."""
+
+
+def _lacks_encoder(folder: Path) -> bool:
+    """Return whether a folder has a GGUF file with only the text part of a model that reads images.
+
+    Such a model has positions with rows and columns.
+    """
+    if not (folder / GGUF_MODEL).exists():
+        return False
+    try:
+        config = orjson.loads(read_small_file(folder / "config.json"))
+    except (OSError, orjson.JSONDecodeError):
+        return False
+    rope = config.get("rope_parameters") if isinstance(config, dict) else None
+    return isinstance(rope, dict) and "mrope_section" in rope
 
 
 async def warm_up(

@@ -19,6 +19,7 @@ from millrace_router.images.fetch import ImageFetcher
 from millrace_router.images.geometry import AnyGeometry, Geometry
 from millrace_router.images.prompts import ImagePrompts
 from millrace_router.images.store import ImageStore
+from millrace_router.request.limits import NO_ENCODER, dialect_of
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.router.edge import LIMITS, Edge, serving
 from millrace_testing.text.texts import byte_level
@@ -292,6 +293,23 @@ async def test_a_prompt_with_an_image_is_not_truncated() -> None:
         body = {"inputs": f"![]({RED})", "parameters": {"truncate": 9}}
         status, answer, _ = await edge.post("/generate", body)
     assert (status, "`truncate` would cut a prompt with images" in str(answer)) == (422, True)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_a_model_whose_encoder_is_missing_names_the_flag(path: str) -> None:
+    blind = replace(
+        ROOMY, image_token_id=None, dialect=dialect_of(strict_tgi=False, lacks_encoder=True)
+    )
+    image = {
+        CHAT: part(),
+        RESPONSES: {"type": "input_image", "image_url": RED},
+        MESSAGES: {"type": "image", "source": {"type": "url", "url": "https://host/image.png"}},
+    }[path]
+    async with serving(tokenizer=TOKENIZER, limits=blind, template=TEMPLATE) as edge:
+        status, answer, _ = await edge.post(path, asks(image, path=path))
+    assert status in {400, 422}
+    assert NO_ENCODER in str(answer)
+    assert "--mmproj FILE" in NO_ENCODER
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

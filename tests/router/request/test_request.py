@@ -263,10 +263,11 @@ def test_numbers_are_rounded_to_float32() -> None:
 
 
 def test_every_switch_is_off_in_one_dialect_and_on_in_the_other() -> None:
-    of_the_model = replace(TGI, reads_images=True)
+    of_the_model = replace(TGI, reads_images=True, lacks_encoder=True)
     assert set(astuple(MILLRACE)) == {False}
     assert set(astuple(of_the_model)) == {True}
     assert not TGI.reads_images
+    assert not TGI.lacks_encoder
 
 
 def test_the_flag_selects_a_dialect() -> None:

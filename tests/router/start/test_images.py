@@ -22,6 +22,8 @@ from millrace_router.start.images import PAYLOAD_LIMIT
 from millrace_router.start.running import start
 from millrace_router.start.shards import StartupError
 from millrace_router.telemetry.instruments import render
+from millrace_shard.weights.gguf.folder import prepare_gguf
+from millrace_testing.models.mmproj_files import TinyPair
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.shards.fake_images import EDGE, FakeImages
 from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
@@ -130,6 +132,26 @@ async def test_a_model_that_does_not_fit_ends_the_start(
         pytest.raises(StartupError, match=message),
     ):
         await start(config_of(tmp_path, **flags))
+
+
+@pytest.mark.parametrize(("family", "lacks"), [("qwen2_vl", True), ("idefics3", False)])
+async def test_the_text_of_a_gguf_model_for_images_lacks_their_encoder(
+    family: str, lacks: bool, tmp_path: Path
+) -> None:
+    text = TinyPair(family, tmp_path / "hf").text.write(tmp_path / "m.gguf")
+    prepared, folder = prepare_gguf(text, tmp_path / "cache", tokenizer=None), tmp_path / "served"
+    folder.mkdir()
+    write_model(folder, None)
+    for name in ("config.json", "model.gguf"):
+        (folder / name).symlink_to(prepared / name)
+    with serve_fake_shard(f"unix:{folder}/shard", FakeShard(max_batch_size=8)):
+        running = await start(config_of(folder))
+        try:
+            dialect = running.services.dialect
+        finally:
+            await running.stop_batcher()
+            await running.close()
+    assert dialect == dialect_of(strict_tgi=False, lacks_encoder=lacks)
 
 
 @pytest.mark.parametrize(

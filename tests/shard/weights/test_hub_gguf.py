@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace_shard.speculation.checkpoints import Checkpoints
+from millrace_shard.vision.registry import read_vision
 from millrace_shard.weights import download
 from millrace_shard.weights.download import HubAccess
 from millrace_shard.weights.gguf.file_names import best_mmproj, chosen, tags
@@ -223,6 +224,29 @@ def test_the_file_that_reads_images_is_fetched_with_the_model(
         assert hub.requests == []
     assert (folder / "mmproj.gguf").read_bytes() == encoder
     assert json.loads((folder / "config.json").read_text())["model_type"] == "idefics3"
+
+
+def test_a_model_for_images_whose_encoder_is_not_there_says_how_to_name_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = TinyPair("qwen2_vl", tmp_path / "hf")
+    text = pair.text.write(tmp_path / "m.gguf").read_bytes()
+    pair.write_encoder(tmp_path / "encoder.gguf")
+    repository = {"m-F16.gguf": text, "mmproj-m.gguf": (tmp_path / "encoder.gguf").read_bytes()}
+    with fake_hub.serve(Hub(repository)) as hub:
+        resolve(REPO, revision=None, settings=settings(hub, tmp_path), mmproj="off")
+        assert not [each for each in caplog.messages if "images are refused" in each]
+        offline = settings(hub, tmp_path, offline=True)
+        for _ in range(2):
+            caplog.clear()
+            folder = resolve(REPO, revision=None, settings=offline)
+            assert read_vision(folder) is None
+            refusals = [each for each in caplog.messages if "images are refused" in each]
+            assert len(refusals) == 1
+            assert "m-F16.gguf: --mmproj FILE names one" in refusals[0]
+        caplog.clear()
+        resolve(REPO, revision=None, settings=settings(hub, tmp_path))
+    assert not [each for each in caplog.messages if "images are refused" in each]
 
 
 # Names as publishers give them, and what llama.cpp chooses: find_best_model in its common/download.cpp.

@@ -23,6 +23,7 @@ from millrace_router.api.body.grammars import FormOfText
 from millrace_router.api.body.messages import note_of
 from millrace_router.errors import ImageInvalid, ValidationError, quoted
 from millrace_router.request.images import ImageSource
+from millrace_router.request.limits import NO_ENCODER, Dialect
 
 LEFT_OUT = frozenset(("container_upload", "tool_reference", "browser_state"))
 LEFT_OUT_ENDS = ("_tool_use", "_tool_result")
@@ -409,19 +410,20 @@ class CountTokensRequest(RequestModel):
             raise ValueError(f"{quoted(type_)} is not the type of a block: it must be {KINDS}")
         return self
 
-    def check_last_turn(self, *, reads_images: bool) -> None:
+    def check_last_turn(self, dialect: Dialect) -> None:
         """Raise ValidationError if the last turn has nothing that the model reads.
 
         A client adds the user's next text to such a turn, so that no later request is refused for it.
         """
         blocks = self.messages[-1].content
-        read = (ImageBlock,) if reads_images else ()
+        read = (ImageBlock,) if dialect.reads_images else ()
+        reason = f"; {NO_ENCODER}" if dialect.lacks_encoder else ""
         if blocks and all(
             isinstance(block, LeftOutBlock) and not isinstance(block, read) for block in blocks
         ):
             raise ValidationError(
                 f"the last turn has only {quoted(blocks[0].type)} (`messages.{len(self.messages) - 1}.content.0`):"
-                " images and documents that are not text are not supported"
+                f" images and documents that are not text are not supported{reason}"
             )
 
     @property

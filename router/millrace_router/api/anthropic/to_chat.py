@@ -56,7 +56,7 @@ def chat_of(body: CountTokensRequest, dialect: Dialect) -> Chat:
     """
     if body.thread is not None:
         raise ThreadsUnsupported
-    body.check_last_turn(reads_images=dialect.reads_images)
+    body.check_last_turn(dialect)
     last = body.messages[-1].content
     if any(isinstance(block, ToolUseBlock) for block in last):
         raise ValidationError("`tool_use` at the end of `messages` has no `tool_result` after it")

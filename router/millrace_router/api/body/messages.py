@@ -12,7 +12,7 @@ from millrace_router.api.body.fields import Items, NullIs, RequestModel
 from millrace_router.errors import BodyShapeError, ImageInvalid, ToolError, ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.images import ImageSource
-from millrace_router.request.limits import Dialect
+from millrace_router.request.limits import NO_ENCODER, Dialect
 from millrace_router.text.template_messages import THOUGHT, Message, image_part
 from millrace_router.tool_calls.text_tool import arguments_of
 from millrace_router.tool_calls.tool import Tool, ToolChoice, tool_not_found
@@ -451,6 +451,8 @@ def _text_of(part: ContentPart, dialect: Dialect, *, is_kept: bool, name: str) -
         if is_kept:
             return note_of(part.type)
         reads = "text and images" if dialect.reads_images else "text"
+        if dialect.lacks_encoder and "image" in part.type:
+            reads += f": {NO_ENCODER}"
         raise ValidationError(
             f"content of type `{part.type[:MAX_NAME_CHARS]}` is not supported: this model reads only {reads}"
             f" (`{name}`)"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from millrace_shard.weights.checkpoint_files import TOKENIZER, changed_recently, file_state
 from millrace_shard.weights.gguf.file_names import parts_of
+from millrace_shard.weights.json_object import read_json_object
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Beside:
     mmproj: Path | None = None
     """The file with the encoder of images."""
     may_lack_images: bool = False
-    """Whether only text is served if that encoder is not known."""
+    """Whether only text is served if that encoder is not there, or not known."""
 
 
 def prepared_folder(path: Path, root: Path, beside: Beside) -> Path:
@@ -53,6 +54,13 @@ def prepared_folder(path: Path, root: Path, beside: Beside) -> Path:
 
     Raises as `prepare_gguf`.
     """
+    folder = _prepared(path, root, beside)
+    if beside.mmproj is None and beside.may_lack_images:
+        _warn_of_missing_images(folder, path)
+    return folder
+
+
+def _prepared(path: Path, root: Path, beside: Beside) -> Path:
     folder = known_folder(path, root, beside)
     if folder is not None:
         if beside.mmproj is not None:
@@ -64,7 +72,7 @@ def prepared_folder(path: Path, root: Path, beside: Beside) -> Path:
 
     if beside.mmproj is not None:
         if beside.may_lack_images and not is_readable(beside.mmproj, path):
-            return prepared_folder(path, root, replace(beside, mmproj=None))
+            return _prepared(path, root, replace(beside, mmproj=None))
         log.info("%s reads images", beside.mmproj)
     folder = prepare_gguf(
         path,
@@ -75,6 +83,20 @@ def prepared_folder(path: Path, root: Path, beside: Beside) -> Path:
     )
     remember_folder(folder, path, root, beside)
     return folder
+
+
+def _warn_of_missing_images(folder: Path, path: Path) -> None:
+    """Warn if the model in `path`, for which there is no encoder of images, has positions with rows and columns.
+
+    `folder` is prepared from it. The router looks for the same in its `start/shards.py`.
+    """
+    config = read_json_object(folder / "config.json") or {}
+    if "mrope_section" in config.get("rope_parameters", {}):
+        log.warning(
+            "images are refused, since there is no file with their encoder for %s: --mmproj FILE names one, and"
+            " --mmproj off serves only text",
+            path,
+        )
 
 
 def known_folder(path: Path, root: Path, beside: Beside) -> Path | None:

@@ -320,6 +320,7 @@ class FakeDeployment(RouterDeployment):
             dialect=dialect_of(
                 strict_tgi=self.config.strict_tgi,
                 reads_images=self.request_limits.image_token_id is not None,
+                lacks_encoder=self.request_limits.dialect.lacks_encoder,
             ),
             strict_max_tokens=self.config.strict_max_tokens,
             tasks=tasks,
