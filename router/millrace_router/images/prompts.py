@@ -40,7 +40,10 @@ class ImagePrompts:
         assert self.store is not None
         texts = [self.store.expansion(image) for image in images]
         try:
-            return self._control_tokens.expanded(prompt, self.store.geometry.placeholder, texts)
+            geometry = self.store.geometry
+            return self._control_tokens.expanded(
+                prompt, geometry.placeholder, texts, geometry.around
+            )
         except ValueError as error:
             raise TemplateError(str(error)) from None
 

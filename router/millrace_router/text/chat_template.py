@@ -266,7 +266,8 @@ class _Compiled:
             return chat.end(template.render({**values["variables"], **own}))
 
         try:
-            made = messages_for(self.shape, chat.messages, no_content=no_content)
+            picture = "" if control is None else control.picture
+            made = messages_for(self.shape, chat.messages, no_content=no_content, picture=picture)
             values = {
                 "variables": chat.variables,
                 "tools": chat.tools,

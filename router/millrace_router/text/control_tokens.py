@@ -44,6 +44,8 @@ class ControlTokens:
         """What each is called in the code of a prompt."""
         self._mark = str(secrets.randbelow(10**20)).zfill(20)
         """Digits, which all filters of templates keep, and no client knows."""
+        self.picture = str(secrets.randbelow(10**20)).zfill(20)
+        """Such digits for a picture in a message whose template takes only texts."""
         self._pattern = re.compile(f"({_any_of(ordered)})")
         self._beginnings = {text[:end] for text in ordered for end in range(1, len(text))}
         self._ends = {text[start:] for text in ordered for start in range(1, len(text))}
@@ -74,15 +76,23 @@ class ControlTokens:
         guarded.code = code.replace(self._mark, "")
         return guarded
 
-    def expanded(self, prompt: str, token: str, texts: Sequence[str]) -> str:
+    def expanded(
+        self, prompt: str, token: str, texts: Sequence[str], around: tuple[str, str] = ("", "")
+    ) -> str:
         """Return a rendered prompt with `texts` in place of the template's own `token`s, in their order.
+
+        A `picture` counts as one, and has the texts `around` on its sides.
 
         Raises:
             ValueError: the template has not written so many of them.
 
         """
-        name = self.stand_ins[token] if isinstance(prompt, GuardedText) else token
-        code = prompt.code if isinstance(prompt, GuardedText) else prompt
+        is_guarded = isinstance(prompt, GuardedText)
+        name, code = self.stand_ins[token] if is_guarded else token, prompt
+        short = named = token.join(around)
+        if isinstance(prompt, GuardedText):
+            code, named = prompt.code, self._pattern.sub(self._stand_in, short)
+        code, prompt = code.replace(self.picture, named), prompt.replace(self.picture, short)
         parts = code.split(name)
         if len(parts) != len(texts) + 1:
             raise ValueError(f"the template has written {len(parts) - 1} of {len(texts)} images")
@@ -91,7 +101,7 @@ class ControlTokens:
             plain.append(prompt[end : end + len(part)])
             end += len(part) + len(name)
         made = _alternated(plain, texts)
-        if not isinstance(prompt, GuardedText):
+        if not is_guarded:
             return made
         guarded = GuardedText(made)
         guarded.code = _alternated(

@@ -156,19 +156,34 @@ _ALPHABET = string.digits + string.ascii_letters
 
 
 def messages_for(
-    shape: TemplateShape, messages: Sequence[Message], *, no_content: str | None = ""
+    shape: TemplateShape,
+    messages: Sequence[Message],
+    *,
+    no_content: str | None = "",
+    picture: str = "",
 ) -> list[Message]:
     """Return messages in the form of `shape`; keys that OpenAI does not define are kept.
 
     Content is text, a list of `{"type": "text", "text": …}`, or None next to `tool_calls`, where `no_content` replaces
-    it. Arguments of calls are JSON text or the parsed object.
+    it. Arguments of calls are JSON text or the parsed object. `picture` stands for one in a text.
     """
     if shape.has_counted_ids:
         messages = _with_counted_ids(messages)
     if shape.has_one_call:
         messages = _with_single_calls(messages)
     names = _names_of_calls(messages)
+    if not shape.loops_over_content:
+        messages = [_with_text(message, picture) for message in messages]
     return [_message_for(shape, message, names, no_content) for message in messages]
+
+
+def _with_text(message: Message, picture: str) -> Message:
+    """Return the message with its content as one text, in which `picture` stands for each picture."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = (picture if part.get("type") == "image" else part.get("text", "") for part in content)
+    return {**message, "content": "".join(texts)}
 
 
 def _with_counted_ids(messages: Sequence[Message]) -> list[Message]:

@@ -282,8 +282,20 @@ async def test_more_images_or_tokens_than_allowed_are_refused_by_their_part() ->
             assert message in str(answer)
 
 
-async def test_a_template_without_images_refuses_them() -> None:
+async def test_a_template_of_texts_has_images_where_they_are_in_the_content() -> None:
     async with seeing(template=BLIND) as edge:
+        await edge.answer(CHAT, asks(said("a 1"), part(), said("2<image>"), part(BLUE)))
+        (request,) = edge.batcher.requests
+        assert prompt_of(edge) == f"a 1{SPLIT}2<image>{SPLIT};"
+    assert len(request.images) == 2 * 5
+    assert request.input_ids.count(PLACEHOLDER) == 2 * 2 * 5
+
+
+async def test_a_template_that_drops_images_refuses_them() -> None:
+    only_texts = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    async with seeing(template=only_texts) as edge:
         status, answer, _ = await edge.post(CHAT, asks(said("a"), part()))
     assert (status, answer["error_type"]) == (422, "template_error")
 

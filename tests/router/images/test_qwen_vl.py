@@ -123,7 +123,8 @@ async def test_the_text_for_a_picture_is_that_of_the_processor() -> None:
         max_rows=100,
         max_memory=1 << 20,
     )
-    prompts = ImagePrompts(store, ControlTokens(geometry.needed_tokens))
+    control = ControlTokens(geometry.needed_tokens)
+    prompts = ImagePrompts(store, control)
     content = base64.b64encode(encoded(noise(90, 60))).decode()
     try:
         images = await prompts.prepare([ImageSource(f"data:image/png;base64,{content}", "inputs")])
@@ -135,5 +136,7 @@ async def test_the_text_for_a_picture_is_that_of_the_processor() -> None:
     pads = "<|image_pad|>" * 6
     turn = "<|vision_start|><|image_pad|><|vision_end|>Look"
     assert prompts.expanded(turn, images) == f"<|vision_start|>{pads}<|vision_end|>Look"
+    text = f"{control.picture}Look"
+    assert prompts.expanded(text, images) == f"<|vision_start|>{pads}<|vision_end|>Look"
     parts = [{"type": "image"}, {"type": "text", "text": "Look"}]
     assert prompts.joined(parts, images) == f"<|vision_start|>{pads}<|vision_end|>Look"
