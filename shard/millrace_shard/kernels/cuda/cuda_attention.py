@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -123,6 +124,57 @@ def max_spans(num_keys: int) -> int:
     return sum(-(-keys // size) for keys, size in parts)
 
 
+class Spans(NamedTuple):
+    """What single queries get from each span of keys, which `fold` adds up; queries of longer sequences have none."""
+
+    partials: Tensor
+    """[B, H, spans, channels] float32."""
+    tops: Tensor
+    """[B, H, spans] float32."""
+    totals: Tensor
+    """[B, H, spans] float32."""
+
+    @classmethod
+    def new(cls, queries: Tensor, batch: RaggedBatch, cache: LayerCache, channels: int) -> Spans:
+        """Uninitialised, for `queries` [T, H, head_dim] and values of `channels`."""
+        num_sequences, width = batch.block_tables.shape
+        shape = num_sequences, queries.shape[1], max_spans(width * cache.keys.shape[1])
+        sizes: tuple[tuple[int, ...], ...] = ((channels,), (), ())
+        return cls(*(queries.new_empty(*shape, *each, dtype=torch.float32) for each in sizes))
+
+    def grid(self, tiles: int) -> tuple[int, int, int]:
+        """Sequences, `tiles` of heads of each, and programs that share the spans of a tile."""
+        num_sequences, _, num_spans = self.tops.shape
+        return num_sequences, tiles, max(1, min(num_spans, PROGRAMS // (num_sequences * tiles)))
+
+    def fold(
+        self,
+        out: Tensor,
+        batch: RaggedBatch,
+        chunk: int,
+        *,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Write the rows of single queries to `out` [T, H * channels]; `chunk` is the tiling's."""
+        num_sequences, num_heads, num_spans, channels = self.partials.shape
+        fold_spans[(num_sequences, num_heads)](
+            out,
+            *self,
+            batch.query_starts,
+            batch.context_lengths,
+            window or 0,
+            out if sinks is None else sinks,
+            num_spans,
+            num_heads=num_heads,
+            head_dim=channels,
+            chunk=chunk,
+            has_window=window is not None,
+            has_sinks=sinks is not None,
+            num_warps=1,
+        )
+
+
 class PagedAttention:
     """Attention of one step's queries over one layer's cache [num_blocks, block_size, K, head_dim]."""
 
@@ -201,42 +253,16 @@ class PagedAttention:
         cache: LayerCache,
         rule: AttentionRule,
     ) -> None:
-        _, num_heads, head_dim = queries.shape
-        block_size, num_kv_heads = cache.keys.shape[1:3]
         tiling = self._tiling(span_tiling, queries, cache)
-        num_sequences, width = batch.block_tables.shape
-        num_spans = max_spans(width * block_size)
-        partials, tops, totals = (
-            queries.new_empty(num_sequences, num_heads, num_spans, *size, dtype=torch.float32)
-            for size in ((head_dim,), (), ())
-        )
-        sharing = max(1, min(num_spans, PROGRAMS // (num_sequences * num_kv_heads)))
-        attend_spans[(num_sequences, num_kv_heads, sharing)](
-            partials,
-            tops,
-            totals,
+        spans = Spans.new(queries, batch, cache, queries.shape[2])
+        attend_spans[spans.grid(cache.keys.shape[2])](
+            *spans,
             *_inputs(queries, batch, cache, rule),
-            num_spans,
+            spans.tops.shape[2],
             *_strides(queries, batch, cache),
             **_constants(queries, cache, rule, tiling),
         )
-        fold_spans[(num_sequences, num_heads)](
-            out,
-            partials,
-            tops,
-            totals,
-            batch.query_starts,
-            batch.context_lengths,
-            rule.window or 0,
-            queries if rule.sinks is None else rule.sinks,
-            num_spans,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            chunk=tiling.chunk,
-            has_window=rule.window is not None,
-            has_sinks=rule.sinks is not None,
-            num_warps=1,
-        )
+        spans.fold(out, batch, tiling.chunk, window=rule.window, sinks=rule.sinks)
 
 
 @functools.cache

@@ -9,14 +9,12 @@ from torch import Tensor
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.cuda.cuda_attention import (
     MIN_ROWS,
-    PROGRAMS,
     WEIGHT_BYTES,
     SharedMemory,
+    Spans,
     Tiling,
-    max_spans,
     shared_memory,
 )
-from millrace_shard.kernels.cuda.triton_attention import fold_spans
 from millrace_shard.kernels.cuda.triton_latents import (
     LEAST_CHANNELS,
     attend_latent_spans,
@@ -111,42 +109,18 @@ class PagedLatentAttention:
     def _spans(
         self, out: Tensor, queries: Tensor, batch: RaggedBatch, cache: LayerCache, scale: float
     ) -> None:
-        num_heads, latent_dim = queries.shape[1], cache.latent_dim
-        num_sequences, width = batch.block_tables.shape
-        num_spans = max_spans(width * cache.keys.shape[1])
+        assert cache.latent_dim is not None
+        num_heads = queries.shape[1]
         constants = self._constants(span_tiling(queries.dtype, num_heads), queries, cache)
-        partials, tops, totals = (
-            queries.new_empty(num_sequences, num_heads, num_spans, *size, dtype=torch.float32)
-            for size in ((latent_dim,), (), ())
-        )
-        tiles = triton.cdiv(num_heads, constants["rows"])
-        sharing = max(1, min(num_spans, PROGRAMS // (num_sequences * tiles)))
-        attend_latent_spans[(num_sequences, tiles, sharing)](
-            partials,
-            tops,
-            totals,
+        spans = Spans.new(queries, batch, cache, cache.latent_dim)
+        attend_latent_spans[spans.grid(triton.cdiv(num_heads, constants["rows"]))](
+            *spans,
             *_inputs(queries, batch, cache, scale),
-            num_spans,
+            spans.tops.shape[2],
             *_strides(queries, batch, cache),
             **constants,
         )
-        fold_spans[(num_sequences, num_heads)](
-            out,
-            partials,
-            tops,
-            totals,
-            batch.query_starts,
-            batch.context_lengths,
-            0,
-            queries,
-            num_spans,
-            num_heads=num_heads,
-            head_dim=latent_dim,
-            chunk=constants["chunk"],
-            has_window=False,
-            has_sinks=False,
-            num_warps=1,
-        )
+        spans.fold(out, batch, constants["chunk"])
 
     def _constants(self, fast: Tiling, queries: Tensor, cache: LayerCache) -> dict[str, int]:
         """Of the tiling, which is `fast` in fast mode."""

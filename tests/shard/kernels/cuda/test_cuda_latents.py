@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.agreement import TOLERANCE, ragged_batch
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.kernels.cuda import cuda_latents
+from millrace_shard.kernels.cuda import cuda_attention, cuda_latents
 from millrace_shard.kernels.cuda.cuda_attention import SharedMemory
 from millrace_shard.kernels.cuda.operators import CudaKernels
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
@@ -146,7 +146,7 @@ def test_a_single_query_over_latents_has_the_same_bits_in_any_batch_in_fast_mode
     together = latents.attend(spans)
     for span, rows in zip(spans, torch.split(together, 1), strict=True):
         assert torch.equal(latents.attend([span]), rows)
-    monkeypatch.setattr(cuda_latents, "PROGRAMS", 1)
+    monkeypatch.setattr(cuda_attention, "PROGRAMS", 1)
     assert torch.equal(latents.attend(spans), together)
     batch = latents.batch(spans)
     wider = torch.nn.functional.pad(batch.block_tables, (0, 150))
