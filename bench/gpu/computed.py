@@ -28,9 +28,16 @@ INT4 = 0.5 + 4 / 128
 """With a scale and an offset of 16 bits for 128 inputs."""
 MXFP4 = 0.5 + 2 / 32
 """With a scale of 16 bits for 32 inputs."""
-BYTES_A_CLOCK = {INT4: (5.3, 7.9), MXFP4: (5.8, 5.8)}
+FP8 = 1.0
+"""With scales of whole rows or of blocks, which are few."""
+BYTES_A_CLOCK = {INT4: (5.3, 7.9), MXFP4: (5.8, 5.8), FP8: (8.6, 8.9)}
 """Bytes of codes that a multiprocessor multiplies, before and after: compiled for sm_90, the loop of a decode takes 386
-and 260 instructions a warp for 2 048 bytes of int4, and 178 for 1 024 of MXFP4."""
+and 260 instructions a warp for 2 048 bytes of int4, and 178 for 1 024 of MXFP4; for sm_80, 461 for 4 096 of e4m3, whose
+table in shared memory was bound by conflicts of its banks before."""
+CONVERTED = 20.0
+"""The same for e4m3 where an instruction converts it, which takes 204 for 4 096 bytes."""
+SCALED_SHARE = 0.9
+"""Torch's products of e4m3 reach this part of what its products of 16 bits do, of twice their peak."""
 READ_RATE, SMALL_RATE = 0.83, 0.8
 """Parts of the memory's rate that decodes reach over weights of 16 bits, and other kernels."""
 COPY_LAUNCHES = 2
@@ -53,6 +60,8 @@ class Gpu:
     """Seconds of a small kernel in a graph."""
     link: float | None
     """Bytes a second between GPUs; None: too slow for tensor parallelism."""
+    has_e4m3: bool = True
+    """Whether there are instructions for e4m3, of conversion and of the tensor cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +73,23 @@ class Experts:
     inter: int
     stored: tuple[float, float]
     """Bytes of a weight on the GPU, before and after."""
+    shared: int = 0
+    """Experts that every token has in addition."""
 
     def chosen(self, rows: int) -> float:
         """How many different ones so many rows choose, if they choose evenly."""
         return self.count * (1 - (1 - self.top_k / self.count) ** rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latents:
+    """Channels of attention over latents."""
+
+    latent: int
+    rotated: int
+    key: int
+    """Of a head's key, as far as it is not rotated."""
+    value: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +112,33 @@ class Model:
     ranks: int = 1
     plain_launches: int = 0
     """Launches a layer that norms or rotations took before they were fused."""
+    latents: Latents | None = None
+    """Of attention over latents, for which there were no kernels before."""
 
     @property
     def attention_weights(self) -> float:
         """Number of weights in the attention of one layer."""
-        heads = 2 * self.heads + 2 * self.kv_heads
-        return self.hidden * heads * self.head_dim / self.ranks
+        if self.latents is None:
+            heads = 2 * self.heads + 2 * self.kv_heads
+            return self.hidden * heads * self.head_dim / self.ranks
+        each = self.latents
+        of_heads = self.hidden * (each.key + each.rotated + each.value)
+        of_heads += (each.key + each.value) * each.latent
+        return self.hidden * (each.latent + each.rotated) + self.heads * of_heads / self.ranks
+
+    @property
+    def cached(self) -> float:
+        """Bytes of a token in the cache of a layer; every rank has all latents."""
+        if self.latents is not None:
+            return BF16 * (self.latents.latent + self.latents.rotated)
+        return 2 * BF16 * self.kv_heads * self.head_dim / self.ranks
+
+    @property
+    def pair_operations(self) -> float:
+        """Of a query of all heads and a key with its value."""
+        if self.latents is None:
+            return 4 * self.heads * self.head_dim / self.ranks
+        return 2 * self.heads * (2 * self.latents.latent + self.latents.rotated) / self.ranks
 
     @property
     def mlp_weights(self) -> float:
@@ -119,7 +162,8 @@ class Model:
         if self.experts is None:
             each += self.mlp_weights * self.stored
         else:
-            each += self.experts.count * self.mlp_weights * self.experts.stored[time]
+            count = self.experts.count + self.experts.shared
+            each += count * self.mlp_weights * self.experts.stored[time]
         return self.layers * each + 2 * self.head_bytes
 
 
@@ -144,6 +188,7 @@ GPUS = (
         attention_share=0.55,
         launch=3e-6,
         link=240 * GB,
+        has_e4m3=False,
     ),
     Gpu(
         name="L4",
@@ -179,6 +224,7 @@ LLAMA_8B = Model(
 MODELS = (
     LLAMA_8B,
     replace(LLAMA_8B, name="8B, int4", stored=INT4),
+    replace(LLAMA_8B, name="8B, FP8", stored=FP8),
     Model(
         name="gpt-oss-20b",
         layers=24,
@@ -204,6 +250,18 @@ MODELS = (
         experts=Experts(count=128, top_k=8, inter=768, stored=(BF16, BF16)),
     ),
     Model(
+        name="DeepSeek-V2-Lite",
+        layers=27,
+        hidden=2048,
+        heads=16,
+        kv_heads=1,
+        head_dim=192,
+        inter=0,
+        vocab=102400,
+        experts=Experts(count=64, top_k=6, inter=1408, stored=(BF16, BF16), shared=2),
+        latents=Latents(latent=512, rotated=64, key=128, value=128),
+    ),
+    Model(
         name="70B on 4 GPUs",
         layers=80,
         hidden=8192,
@@ -217,6 +275,8 @@ MODELS = (
 )
 SMALL_LAUNCHES, EXPERT_LAUNCHES = 6, 6
 """Kernels of a layer besides its linears: two norms, rotation, attention, folding, activation; and of experts."""
+LATENT_LAUNCHES, SHARED_LAUNCHES = 2, 2
+"""A layer's linears of heads; the activation of shared experts, and the sum with the others."""
 CODE_LAUNCHES = 3
 """A layer's further kernels over codes: parts of sums."""
 ONE_SHOT, NCCL = 6e-6, 18e-6
@@ -241,14 +301,10 @@ def decode_seconds(model: Model, gpu: Gpu, rows: int, time: int) -> float:
     """Seconds of a step of `rows` tokens after CONTEXT others."""
     read = gpu.peak.bandwidth * READ_RATE
     seconds = model.layers * _weights_seconds(model, gpu, rows, time) + model.head_bytes / read
-    kv_bytes = 2 * BF16 * model.kv_heads * model.head_dim / model.ranks
-    seconds += rows * model.context(CONTEXT) * kv_bytes / (gpu.peak.bandwidth * SMALL_RATE)
+    seconds += rows * model.context(CONTEXT) * model.cached / (gpu.peak.bandwidth * SMALL_RATE)
     operations = 2 * rows * _active_weights(model) * model.layers
     seconds = max(seconds, operations / (gpu.peak.rate * gpu.matrix_share))
-    launches = SMALL_LAUNCHES + (0 if model.stored == BF16 else CODE_LAUNCHES)
-    launches += 0 if model.experts is None else EXPERT_LAUNCHES
-    launches += model.plain_launches if time == BEFORE else 0
-    seconds += model.layers * launches * gpu.launch
+    seconds += model.layers * _launches(model, time) * gpu.launch
     if model.ranks > 1:
         seconds += 2 * model.layers * (NCCL if time == BEFORE else ONE_SHOT)
     if model.experts is not None and time == BEFORE:
@@ -256,25 +312,38 @@ def decode_seconds(model: Model, gpu: Gpu, rows: int, time: int) -> float:
     return seconds
 
 
+def _launches(model: Model, time: int) -> int:
+    """Kernels of a layer in addition to its linears."""
+    launches = SMALL_LAUNCHES + (0 if model.stored == BF16 else CODE_LAUNCHES)
+    launches += 0 if model.latents is None else LATENT_LAUNCHES
+    launches += model.plain_launches if time == BEFORE else 0
+    if model.experts is not None:
+        launches += EXPERT_LAUNCHES + (SHARED_LAUNCHES if model.experts.shared else 0)
+    return launches
+
+
 def _weights_seconds(model: Model, gpu: Gpu, rows: int, time: int) -> float:
     """To read what a layer's linears take for `rows` tokens."""
     seconds = _read_seconds(model.attention_weights, model.stored, gpu, time)
     if model.experts is None:
         return seconds + _read_seconds(model.mlp_weights, model.stored, gpu, time)
-    chosen = model.experts.chosen(rows) * model.mlp_weights
+    chosen = (model.experts.chosen(rows) + model.experts.shared) * model.mlp_weights
     return seconds + _read_seconds(chosen, model.experts.stored[time], gpu, time)
 
 
 def _read_seconds(weights: float, stored: float, gpu: Gpu, time: int) -> float:
     rate = gpu.peak.bandwidth * READ_RATE
-    if stored < 1:
-        rate = min(gpu.peak.bandwidth * SMALL_RATE, gpu.clocks * BYTES_A_CLOCK[stored][time])
+    if stored < BF16:
+        by_clock = BYTES_A_CLOCK[stored][time]
+        if stored == FP8 and time == AFTER and gpu.has_e4m3:
+            by_clock = CONVERTED
+        rate = min(gpu.peak.bandwidth * SMALL_RATE, gpu.clocks * by_clock)
     return weights * stored / rate
 
 
 def _active_weights(model: Model) -> float:
     """Number of weights in a layer that one token is multiplied with."""
-    count = 1 if model.experts is None else model.experts.top_k
+    count = 1 if model.experts is None else model.experts.top_k + model.experts.shared
     return model.attention_weights + count * model.mlp_weights
 
 
@@ -299,21 +368,24 @@ def prompt_seconds(model: Model, gpu: Gpu, tokens: int, time: int) -> float:
     """Seconds of a step of one prompt."""
     rate = gpu.peak.rate * gpu.matrix_share
     dense = model.attention_weights + (model.mlp_weights if model.experts is None else 0)
-    share = CODED_PROMPT_SHARE if model.stored < 1 and time == BEFORE else 1.0
+    if model.experts is not None:
+        dense += model.experts.shared * model.mlp_weights
+    share = CODED_PROMPT_SHARE if model.stored < BF16 and time == BEFORE else 1.0
+    is_scaled = model.stored == FP8 and time == AFTER and gpu.has_e4m3
+    share = 2 * SCALED_SHARE if is_scaled else share
     seconds = 2 * tokens * dense * model.layers / (rate * share)
-    if model.stored < 1 and time == AFTER:
-        # Decoded once, and written in 16 bits.
-        decoded = dense * model.layers * (model.stored + BF16)
+    if model.stored < BF16 and time == AFTER:
+        # Decoded once and written in 16 bits, or put into the library's order.
+        decoded = dense * model.layers * (model.stored + (FP8 if is_scaled else BF16))
         seconds += decoded / (gpu.peak.bandwidth * SMALL_RATE)
     if model.experts is not None:
         seconds += _experts_prompt_seconds(model, model.experts, gpu, tokens, time)
-    heads = model.heads * model.head_dim / model.ranks
     # Half of the positions are before a token, on average.
     pairs = tokens * model.context(tokens) / (2 if model.window is None else 1)
     if model.window is not None:
         near = min(tokens, 2 * model.window)
         pairs = tokens * model.layers * (tokens + near) / 4
-    seconds += 4 * pairs * heads / (gpu.peak.rate * gpu.attention_share)
+    seconds += pairs * model.pair_operations / (gpu.peak.rate * gpu.attention_share)
     passes = (
         8 * model.hidden + 3 * (model.heads + 2 * model.kv_heads) * model.head_dim / model.ranks
     )
@@ -332,9 +404,9 @@ def _experts_prompt_seconds(
 ) -> float:
     pairs, stored = tokens * experts.top_k, experts.stored[time]
     reached, seconds = TRITON_EXPERTS, 0.0
-    if stored < 1 and pairs < EXPERT_ROWS * experts.count:
+    if stored < BF16 and pairs < EXPERT_ROWS * experts.count:
         reached = CODED_PROMPT_SHARE
-    elif stored < 1:
+    elif stored < BF16:
         # Decoded once, and written in 16 bits.
         decoded = experts.count * model.mlp_weights * (stored + BF16)
         seconds = decoded / (gpu.peak.bandwidth * SMALL_RATE)
@@ -360,14 +432,15 @@ HEADINGS = ("model", "GPU", *(name for name, *_ in CASES))
 
 
 def cell(model: Model, gpu: Gpu, case: tuple[str, bool, int]) -> str:
-    """Milliseconds before and after."""
+    """Milliseconds before and after; of latents, for which there were no kernels before, after."""
     _, is_decode, size = case
+    times = (BEFORE, AFTER) if model.latents is None else (AFTER,)
     compute = decode_seconds if is_decode else prompt_seconds
     shown = [
         _milliseconds(compute(model, gpu, size, time)) if fits(model, gpu, time) else "no room"
-        for time in (BEFORE, AFTER)
+        for time in times
     ]
-    return shown[0] if shown[0] == shown[1] else " → ".join(shown)
+    return " → ".join(dict.fromkeys(shown))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -11,6 +11,7 @@ from bench.gpu.engine.scale import LLAMA_8B as SHAPE
 from bench.gpu.engine.scale import SCALES
 from bench.gpu.plan import STAGES, TOTAL_SECONDS, Stage
 from bench.harness.paths import ROOT
+from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
@@ -51,6 +52,46 @@ def test_weights_that_do_not_fit_have_no_times() -> None:
     bytes_of = [by_name["gpt-oss-20b"].num_bytes(time) for time in (BEFORE, AFTER)]
     assert bytes_of[0] > 40e9
     assert bytes_of[1] < 16e9
+
+
+def test_latents_and_fp8_are_counted_as_transformers_and_data_sheets_do() -> None:
+    by_name = {model.name: model for model in MODELS}
+    lite, coded = by_name["DeepSeek-V2-Lite"], by_name["8B, FP8"]
+    assert lite.latents is not None
+    assert lite.experts is not None
+    config = DeepseekV2Config(
+        hidden_size=lite.hidden,
+        num_hidden_layers=lite.layers,
+        num_attention_heads=lite.heads,
+        num_key_value_heads=lite.heads,
+        kv_lora_rank=lite.latents.latent,
+        q_lora_rank=None,
+        qk_rope_head_dim=lite.latents.rotated,
+        qk_nope_head_dim=lite.latents.key,
+        v_head_dim=lite.latents.value,
+        n_routed_experts=lite.experts.count,
+        n_shared_experts=lite.experts.shared,
+        num_experts_per_tok=lite.experts.top_k,
+        moe_intermediate_size=lite.experts.inter,
+        first_k_dense_replace=0,
+        vocab_size=lite.vocab,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    num_bytes = sum(each.nbytes for each in model.parameters())
+    assert lite.num_bytes(AFTER) == pytest.approx(num_bytes, rel=1e-3)
+    for gpu in GPUS[:2]:
+        assert decode_seconds(lite, gpu, 32, AFTER) > 0.9 * num_bytes / gpu.peak.bandwidth
+    for gpu in GPUS:
+        reached = decode_seconds(coded, gpu, 1, AFTER)
+        assert decode_seconds(LLAMA_8B, gpu, 1, AFTER) / 2 < reached
+        assert reached <= decode_seconds(coded, gpu, 1, BEFORE)
+        # The tensor cores' peak for e4m3 is twice the one for bfloat16, which the A100 has only.
+        most = 2 if gpu.has_e4m3 else 1
+        assert prompt_seconds(coded, gpu, 8192, AFTER) > prefill_flops(SHAPE, [8192]) / (
+            most * gpu.peak.rate
+        )
+    assert [gpu.name for gpu in GPUS if not gpu.has_e4m3] == ["A100"]
 
 
 def test_the_published_table_is_what_the_command_computes() -> None:
