@@ -53,7 +53,12 @@ CORES = 16
 SECONDS_OF_KERNEL = {
     "attend_tiles": 3.1,
     "attend_spans": 1.2,
+    "attend_latent_tiles": 5.0,
+    "attend_latent_spans": 2.0,
     "fold_spans": 0.7,
+    "delta": 0.9,
+    "scan": 0.9,
+    "scan_channels": 0.9,
     "_multiply": 0.6,
     "_multiply_codes": 0.9,
     "multiply_expert_codes": 0.8,
@@ -185,7 +190,7 @@ def estimates(scale: Scale) -> list[Estimate]:
             for case in starts((shape,), torch.float32):
                 case()
     first = {*checked, *served}
-    work = _work(scale, checked.total())
+    work = _work(scale, checked.total(), sum(1 for _ in agreement.cases(setting)))
     result = []
     for stage in STAGES:
         kernels, cores = set[Kernel](), 1
@@ -222,9 +227,11 @@ def layer_shape(shape: Shape) -> LayerShape:
     )
 
 
-def _work(scale: Scale, launches: int) -> dict[str, float]:
-    """Seconds of each stage, compilation apart; `launches` are those of the first stages."""
-    num_agreement = len(scale.checked_dtypes) * len(agreement.MODES) * len(scale.checked_head_dims)
+def _work(scale: Scale, launches: int, num_agreement: int) -> dict[str, float]:
+    """Seconds of each stage, compilation apart.
+
+    `launches` are those of the first stages, and `num_agreement` the cases of one of them.
+    """
     return {
         "preflight": IMPORTS + 4.0,
         "compilation": IMPORTS + launches * CHECKED_LAUNCH / CORES,

@@ -43,12 +43,12 @@ STAGES = (
         15,
         8,
     ),
-    Stage("bench.gpu.checks.compilation", "Do the kernels compile, in parallel?", 80, 2),
-    Stage("bench.gpu.checks.agreement", "Do the kernels agree with plain torch?", 15, 40),
+    Stage("bench.gpu.checks.compilation", "Do the kernels compile, in parallel?", 97, 2),
+    Stage("bench.gpu.checks.agreement", "Do the kernels agree with plain torch?", 24, 40),
     Stage(
         "bench.gpu.checks.bits",
         "Has a row the same bits alone, in company, in a prompt and in a chunk?",
-        15,
+        19,
         20,
     ),
     Stage("bench.gpu.checks.steps", "Do random steps yield the tokens of a shard on CPU?", 44, 25),
@@ -70,7 +70,7 @@ STAGES = (
         45,
         50,
     ),
-    Stage("bench.gpu.speed.rates", "How close is each kernel to the device's peaks?", 28, 25),
+    Stage("bench.gpu.speed.rates", "How close is each kernel to the device's peaks?", 29, 25),
     Stage("bench.gpu.speed.prefill", "How close to the matrix rate is a prefill?", 15, 28),
     Stage(
         "bench.gpu.speed.server",
@@ -81,14 +81,14 @@ STAGES = (
     Stage(
         "bench.gpu.checks.verify",
         "Does `millrace-verify` hold, deterministic mode on and off?",
-        75,
+        80,
         55,
     ),
     Stage("bench.gpu.checks.memory", "Does a full cache with every part of sampling fit?", 25, 30),
     Stage("bench.gpu.speed.small", "What does a step cost in which the CPU's work shows?", 11, 10),
     Stage("bench.gpu.checks.faults", "Are planted faults distinguished and survived?", 22, 10),
     Stage(
-        "bench.gpu.checks.sanitizer", "Does compute-sanitizer find a bad access or a race?", 30, 24
+        "bench.gpu.checks.sanitizer", "Does compute-sanitizer find a bad access or a race?", 33, 24
     ),
     Stage(
         "bench.gpu.speed.transformers", "How fast is `transformers`' continuous batching?", 30, 12

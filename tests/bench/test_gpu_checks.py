@@ -46,8 +46,10 @@ from torch import Tensor
 from millrace_shard.batch.step import Forward
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import StepInvalid
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.agreement import TOLERANCE
+from millrace_shard.kernels.base import LayerCache, Linear
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -90,6 +92,66 @@ def test_rows_whose_bits_depend_on_the_batch_are_detected(tmp_path: Path) -> Non
     ]
     assert bits.differing_operators(right, torch.float32, CPU) == []
     assert bits.differing_operators(wrong, torch.float32, CPU) == ["activation"]
+
+
+class BrokenParts(PlainKernels):
+    """What models have in addition to Llama, wrong in rows that have company, and in fast mode in all rows."""
+
+    def _wrong(self, out: Tensor, *, is_alone: bool) -> Tensor:
+        if self.deterministic:
+            return out if is_alone else out * (1 + 1e-6)
+        return out * 1.1
+
+    def attend(self, queries: Tensor, batch: RaggedBatch, cache: LayerCache, **rule: Any) -> Tensor:
+        out = super().attend(queries, batch, cache, **rule)
+        return self._wrong(out, is_alone=batch.num_queries in ((1,), (230, 40)))
+
+    def attend_whole(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, scale: float
+    ) -> Tensor:
+        out = PlainKernels.attend_whole(queries, keys, values, scale=scale)
+        return self._wrong(out, is_alone=queries.shape[1] == 1)
+
+    def delta_rule(self, inputs: Any, heads: Any, batch: RaggedBatch, state: Any) -> Tensor:
+        out = PlainKernels.delta_rule(inputs, heads, batch, state)
+        return self._wrong(out, is_alone=len(batch.num_queries) == 1)
+
+    def mamba2(
+        self, mixed: Tensor, dt: Tensor, heads: Any, batch: RaggedBatch, state: Any
+    ) -> Tensor:
+        out = PlainKernels.mamba2(mixed, dt, heads, batch, state)
+        return self._wrong(out, is_alone=len(batch.num_queries) == 1)
+
+    def linear_from(self, weights: LinearWeights) -> Linear:
+        linear = super().linear_from(weights)
+        return lambda x: self._wrong(linear(x), is_alone=len(x) == 1)
+
+
+def test_each_part_of_served_models_is_checked(tmp_path: Path) -> None:
+    given, parts = setting(tmp_path), SCALE.parts
+    right, broken = PlainKernels(deterministic=True), BrokenParts(deterministic=True)
+    with torch.inference_mode():
+        assert not any(case() for case in bits.parts(right, given).values())
+        wrong = {name: case() for name, case in bits.parts(broken, given).items()}
+    assert all(wrong.values()), wrong
+    kinds = (
+        "latents",
+        "fp8_e4m3fn",
+        "int8",
+        "window",
+        "pictures",
+        "encoder",
+        "delta",
+        "Mamba",
+        "e4m3",
+    )
+    assert all(any(kind in name for name in wrong) for kind in kinds)
+    most = TOLERANCE[parts.dtype]
+    for kernels, is_right in ((right, True), (BrokenParts(deterministic=False), False)):
+        with torch.inference_mode():
+            found = {n: of() for n, of in parts.differences(kernels, agreement.PLAIN, CPU)}
+        assert [name for name, each in found.items() if (each <= most) != is_right] == []
+        assert all(any(kind in name for name in found) for kind in kinds)
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +298,11 @@ def test_each_case_of_the_checks_is_compiled_by_one_process(
 def test_the_cases_are_those_that_the_stages_run(tmp_path: Path) -> None:
     scale = SCALE
     dtypes, sizes = len(scale.checked_dtypes), len(scale.checked_head_dims)
-    assert len(list(agreement.cases(setting(tmp_path)))) == 2 * dtypes * sizes
+    kernels, given = PlainKernels(deterministic=True), setting(tmp_path)
+    parts = len(list(scale.parts.differences(kernels, kernels, CPU)))
+    assert len(list(agreement.cases(given))) == 2 * (dtypes * sizes + parts)
     attended = sizes * len(scale.checked_groups) * len(scale.contexts)
-    assert len(list(bits.cases(setting(tmp_path)))) == dtypes * (1 + attended)
+    assert len(list(bits.cases(given))) == dtypes * (1 + attended) + len(bits.parts(kernels, given))
 
 
 def test_the_check_of_a_start_is_run_for_each_model_in_both_modes(tmp_path: Path) -> None:

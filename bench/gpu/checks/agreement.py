@@ -1,7 +1,8 @@
-"""The Triton kernels against plain torch, for each dtype, mode and head size."""
+"""The Triton kernels against plain torch: each dtype, mode and head size, and what else served models compute."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -16,50 +17,61 @@ from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 
 MODES = {"fast": False, "deterministic": True}
+PLAIN = PlainKernels(deterministic=False)
 SECONDS = 3.0
-"""Time for one head size, with the compilation of its kernels."""
+"""Time for one case, with the compilation of its kernels."""
+Members = Iterator[tuple[str, Callable[[], float]]]
+"""Names of cases, and what computes their differences."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
-    """Emit the largest difference of each dtype and mode over the head sizes so far."""
-    oracle = PlainKernels(deterministic=False)
-    for dtype in setting.scale.checked_dtypes:
-        for mode, deterministic in MODES.items():
-            kernels = cuda_kernels(deterministic=deterministic)
-            differences: dict[int, float] = {}
-            for head_dim in setting.scale.checked_head_dims:
-                if differences and not setting.has_time_for(SECONDS):
-                    break
-                differences[head_dim] = _difference(
-                    kernels, oracle, dtype, head_dim, setting.device
+    """Emit the largest difference of each group of cases so far."""
+    for group, dtype, members in _groups(setting, PLAIN):
+        differences: dict[str, float] = {}
+        for name, difference in members:
+            if differences and not setting.has_time_for(SECONDS):
+                break
+            with torch.inference_mode():
+                differences[name] = difference()
+            emit(
+                check(
+                    f"agreement with plain torch, {group}",
+                    max(differences.values()),
+                    "relative difference",
+                    differences,
+                    most=TOLERANCE[dtype],
                 )
-                emit(
-                    check(
-                        f"agreement with plain torch, {name_of(dtype)}, {mode}",
-                        max(differences.values()),
-                        "relative difference",
-                        {f"head size {size}": found for size, found in differences.items()},
-                        most=TOLERANCE[dtype],
-                    )
-                )
+            )
 
 
 def cases(setting: Setting) -> Iterator[Callable[[], object]]:
-    """A call for each dtype, mode and head size, in the order of `run`."""
-    oracle = PlainKernels(deterministic=False)
-    for dtype in setting.scale.checked_dtypes:
-        for deterministic in MODES.values():
-            kernels = cuda_kernels(deterministic=deterministic)
-            for head_dim in setting.scale.checked_head_dims:
-                yield partial(_difference, kernels, oracle, dtype, head_dim, setting.device)
+    """A call for each case, in the order of `run`, in which the kernels are compared with themselves."""
+    for _, _, members in _groups(setting, None):
+        for _, difference in members:
+            yield torch.inference_mode()(difference)
 
 
-@torch.inference_mode()
-def _difference(
-    kernels: Kernels, oracle: Kernels, dtype: torch.dtype, head_dim: int, device: torch.device
-) -> float:
-    shape = LayerShape.small(head_dim)
-    return largest_difference(kernels, oracle, dtype=dtype, shape=shape, device=device)
+def _groups(setting: Setting, oracle: Kernels | None) -> Iterator[tuple[str, torch.dtype, Members]]:
+    """Head sizes by dtype and mode, then what else served models compute, by mode; None: the kernels are the oracle."""
+    scale, device = setting.scale, setting.device
+    kernels = {
+        mode: cuda_kernels(deterministic=deterministic) for mode, deterministic in MODES.items()
+    }
+    for dtype, (mode, each) in itertools.product(scale.checked_dtypes, kernels.items()):
+        yield f"{name_of(dtype)}, {mode}", dtype, _head_sizes(each, oracle or each, dtype, setting)
+    dtype = scale.parts.dtype
+    for mode, each in kernels.items():
+        members = scale.parts.differences(each, oracle or each, device)
+        yield f"other parts, {name_of(dtype)}, {mode}", dtype, members
+
+
+def _head_sizes(kernels: Kernels, oracle: Kernels, dtype: torch.dtype, setting: Setting) -> Members:
+    for size in setting.scale.checked_head_dims:
+        shape, device = LayerShape.small(size), setting.device
+        yield (
+            f"head size {size}",
+            partial(largest_difference, kernels, oracle, dtype=dtype, shape=shape, device=device),
+        )
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,21 +12,24 @@ from torch import Tensor
 
 from bench.gpu.checks.agreement import name_of
 from bench.gpu.engine.kernels import cuda_kernels
+from bench.gpu.engine.parts import CODED, WINDOW
 from bench.gpu.figures import check
 from bench.gpu.setting import Emit, Setting
-from millrace_shard.kernels.agreement import ragged_batch
+from millrace_shard.kernels.agreement import SCALES, ragged_batch
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.kv_cache import cache_dtype_name
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.quantized import CodeFormat, QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
 
-NUM_KV_HEADS = 2
 CHUNK = 9
 """Queries of a chunk; no multiple of a tile."""
 SECONDS = 3.0
 """Time for one case, with the compilation of its kernels."""
 HIDDEN = 256
 COMPANY_ROWS = (2, 63, 64, 300)
+Differing = Callable[[], list[str]]
+"""Lists the arrangements in which a row has other bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,23 @@ class Case:
     head_dim: int
     group: int
     context: int
+    latent_dim: int | None = None
+    """The channels of keys that are the values, too."""
+    window: int | None = None
+    cache_dtype: torch.dtype | None = None
+    """None: the model's."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Latents are the same for all heads."""
+        return 2 if self.latent_dim is None else 1
 
     def text(self) -> str:
         """One phrase."""
-        return f"{self.head_dim} x {self.group} at {self.context}"
+        latents = "" if self.latent_dim is None else f", latents of {self.latent_dim}"
+        window = "" if self.window is None else f", window {self.window}"
+        codes = "" if self.cache_dtype is None else f", {cache_dtype_name(self.cache_dtype)}"
+        return f"{self.head_dim} x {self.group} at {self.context}{latents}{window}{codes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +76,8 @@ class Row:
             made = torch.randn(length, heads, case.head_dim, generator=generator)
             return made.to(device, case.dtype)
 
-        return cls(random(case.group * NUM_KV_HEADS), random(NUM_KV_HEADS), random(NUM_KV_HEADS))
+        num_kv_heads = case.num_kv_heads
+        return cls(random(case.group * num_kv_heads), random(num_kv_heads), random(num_kv_heads))
 
     @property
     def length(self) -> int:
@@ -80,29 +97,34 @@ def run(setting: Setting, emit: Emit) -> None:
                 "operators differ",
             )
         )
+    name = f"bits of other parts, {name_of(setting.scale.parts.dtype)}"
+    _run_some(name, parts(kernels, setting), setting, emit)
     for dtype in setting.scale.checked_dtypes:
-        found: dict[str, str] = {}
-        cases = list(_cases(setting, dtype))
-        for case in cases:
-            if found and not setting.has_time_for(SECONDS):
-                break
-            found[case.text()] = ", ".join(differing_arrangements(kernels, case, setting))
-            wrong = {text: arrangements for text, arrangements in found.items() if arrangements}
-            emit(
-                check(
-                    f"bits of attention, {name_of(dtype)}",
-                    len(wrong),
-                    "cases differ",
-                    {"checked": f"{len(found)} of {len(cases)}", "differing": wrong},
-                )
-            )
+        attention = {
+            case.text(): partial(differing_arrangements, kernels, case, setting)
+            for case in _cases(setting, dtype)
+        }
+        _run_some(f"bits of attention, {name_of(dtype)}", attention, setting, emit)
+
+
+def _run_some(name: str, cases: Mapping[str, Differing], setting: Setting, emit: Emit) -> None:
+    """Emit how many of the cases that fit into the time differ; one is run in any case."""
+    found: dict[str, str] = {}
+    for text, case in cases.items():
+        if found and not setting.has_time_for(SECONDS):
+            break
+        found[text] = ", ".join(case())
+        wrong = {each: arrangements for each, arrangements in found.items() if arrangements}
+        detail = {"checked": f"{len(found)} of {len(cases)}", "differing": wrong}
+        emit(check(name, len(wrong), "cases differ", detail))
 
 
 def cases(setting: Setting) -> Iterator[Callable[[], object]]:
-    """A call for each dtype's operators, then for each case of attention, in the order of `run`."""
+    """A call for each dtype's operators, for each other part and case of attention, in the order of `run`."""
     kernels, dtypes = cuda_kernels(deterministic=True), setting.scale.checked_dtypes
     for dtype in dtypes:
         yield partial(differing_operators, kernels, dtype, setting.device)
+    yield from parts(kernels, setting).values()
     for dtype in dtypes:
         for case in _cases(setting, dtype):
             yield partial(differing_arrangements, kernels, case, setting)
@@ -119,7 +141,7 @@ def differing_arrangements(kernels: Kernels, case: Case, setting: Setting) -> li
     ]
     half = len(others) // 2
     company = [*others[:half], row, *others[half:]]
-    alone = attended(kernels, [row], [1], 0)
+    alone = attended(kernels, case, [row], [1], 0)
     arrangements = {
         "in company": (company, [1] * len(company), half),
         "in a prompt": ([row], [row.length], 0),
@@ -133,14 +155,17 @@ def differing_arrangements(kernels: Kernels, case: Case, setting: Setting) -> li
     return [
         name
         for name, (rows, counts, place) in arrangements.items()
-        if not torch.equal(attended(kernels, rows, counts, place), alone)
+        if not torch.equal(attended(kernels, case, rows, counts, place), alone)
     ]
 
 
 def attended(
-    kernels: Kernels, rows: Sequence[Row], num_queries: Sequence[int], place: int
+    kernels: Kernels, case: Case, rows: Sequence[Row], num_queries: Sequence[int], place: int
 ) -> Tensor:
-    """The output [H * D] of the last query of sequence `place`, when each has its last `num_queries` in the step."""
+    """The output [H * D] of the last query of sequence `place`, when each has its last `num_queries` in the step.
+
+    Over latents it is [H * latent_dim].
+    """
     lengths = [row.length for row in rows]
     device, size = rows[0].keys.device, kernels.block_size
     whole = ragged_batch(lengths, lengths, block_size=size, device=device)
@@ -150,8 +175,10 @@ def attended(
         num_blocks=int(blocks.max()) + 1,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        dtype=rows[0].keys.dtype,
+        dtype=case.cache_dtype or case.dtype,
         device=device,
+        scales=SCALES,
+        latent_dim=case.latent_dim,
     )
     kernels.zero_blocks(cache, blocks)
     kernels.store(
@@ -159,7 +186,8 @@ def attended(
     )
     batch = ragged_batch(num_queries, lengths, block_size=size, device=device)
     queries = [row.queries[-count:] for row, count in zip(rows, num_queries, strict=True)]
-    out = kernels.attend(torch.cat(queries), batch, cache, scale=head_dim**-0.5)
+    scale = head_dim**-0.5
+    out = kernels.attend(torch.cat(queries), batch, cache, scale=scale, window=case.window)
     return out[sum(num_queries[: place + 1]) - 1]
 
 
@@ -193,6 +221,22 @@ def _codes(device: torch.device) -> QuantizedTensor:
     """A weight of 4 bits with zero points."""
     found = CodeFormat(values=tuple(range(16)), group_size=128, has_offsets=True)
     return found.random(HIDDEN, 2 * HIDDEN, device)
+
+
+def parts(kernels: Kernels, setting: Setting) -> dict[str, Differing]:
+    """What served models compute in addition to the attention of Llama."""
+    scale, sizes = setting.scale, setting.scale.parts
+    dtype, (heads, latent, rotated) = sizes.dtype, sizes.latents
+    group, found = scale.checked_groups[0], dict[str, Differing]()
+    for context in scale.contexts:
+        usual = Case(dtype, sizes.head_dim, group, context)
+        for case in (
+            Case(dtype, latent + rotated, heads, context, latent_dim=latent),
+            *(replace(usual, cache_dtype=each) for each in CODED),
+            replace(usual, window=WINDOW),
+        ):
+            found[case.text()] = partial(differing_arrangements, kernels, case, setting)
+    return found | dict(sizes.differing(kernels, setting.device))
 
 
 def _cases(setting: Setting, dtype: torch.dtype) -> Iterator[Case]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from bench.gpu.engine.parts import FORMATS, Parts
+from bench.gpu.engine.pictures import Encoder
+from bench.gpu.engine.recurrent_layers import RecurrentLayer, Rule
 from bench.harness.checkpoints import SHAPES, Shape
+from millrace_shard.vision.spec import EncoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Scale:
     """The model that `millrace-verify` checks; None: the demo model."""
     verify_flags: tuple[str, ...]
     """Flags of `millrace-verify`."""
+    parts: Parts
+    """What served models have in addition to the attention of Llama."""
     tests: tuple[str, ...]
     """Patterns of the test files."""
 
@@ -108,6 +114,52 @@ ONE_LAYER = Shape(
 )
 """The interpreter takes long for each layer and head of a row, and for each tile of outputs of a linear."""
 
+SIGLIP = EncoderSpec(
+    hidden_size=1152,
+    intermediate_size=4304,
+    num_layers=1,
+    num_heads=16,
+    patch_size=14,
+    positions_per_side=16,
+    eps=1e-6,
+)
+"""A layer of the encoder of Gemma 3."""
+SERVED_PARTS = Parts(
+    dtype=torch.bfloat16,
+    head_dim=128,
+    latents=(16, 512, 64),
+    recurrent={
+        "convolution of LFM2": RecurrentLayer(rule=Rule.CONVOLUTION, width=2048),
+        "delta rule of Qwen3-Next": RecurrentLayer(
+            rule=Rule.DELTA, width=128, inner=128, heads=32, groups=16
+        ),
+        "delta rule of Kimi Linear": RecurrentLayer(
+            rule=Rule.DELTA_BY_CHANNEL, width=128, inner=128, heads=32, groups=32
+        ),
+        "Mamba-2 of Granite 4": RecurrentLayer(rule=Rule.MAMBA_2, width=64, inner=128, heads=128),
+        "Mamba of Falcon": RecurrentLayer(rule=Rule.MAMBA_1, width=8192, inner=16),
+    },
+    encoder=Encoder(spec=SIGLIP, patches=256),
+    formats=FORMATS,
+    hidden=512,
+    num_rows=(1, 40, 300),
+)
+TINY_PARTS = Parts(
+    dtype=torch.float32,
+    head_dim=64,
+    latents=(2, 32, 16),
+    recurrent={
+        "delta rule": RecurrentLayer(rule=Rule.DELTA, width=16, inner=16, heads=2),
+        "Mamba-2": RecurrentLayer(rule=Rule.MAMBA_2, width=16, inner=16, heads=2),
+    },
+    encoder=Encoder(
+        spec=replace(SIGLIP, hidden_size=64, intermediate_size=64, num_heads=2), patches=64
+    ),
+    formats={name: FORMATS[name] for name in ("int4 with zeros", "e4m3")},
+    hidden=64,
+    num_rows=(1, 3),
+)
+
 SCALES = {
     "8b": Scale(
         model=LLAMA_8B,
@@ -135,6 +187,7 @@ SCALES = {
         random_steps=1000,
         verified=None,
         verify_flags=("--cases=batched",),
+        parts=SERVED_PARTS,
         tests=(
             "tests/shard/kernels/cuda/test_cuda_*.py",
             "tests/shard/model_runner/test_decode_graphs.py",
@@ -169,6 +222,7 @@ SCALES = {
         random_steps=60,
         verified=ONE_LAYER,
         verify_flags=("--cases=batched", "--requests=5", "--max-new-tokens=16"),
+        parts=TINY_PARTS,
         tests=("tests/shard/kernels/cuda/test_cuda_decoder.py",),
     ),
 }

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench.harness.code_formats import TABLES, code_format
 
 from millrace_testing.router.pages import Pages, Span
 
@@ -17,7 +18,6 @@ from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_shard.model_runner.graph_capture import waits_as_errors
-from millrace_testing.quantized.code_formats import TABLES, code_format
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.harness.code_formats import code_format
 from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
@@ -29,7 +30,6 @@ from millrace_shard.kernels.experts_agreement import RULES, Formats, experts_wei
 from millrace_shard.kernels.layer_blocks import ComposedExperts
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import CodeFormat
-from millrace_testing.quantized.code_formats import code_format
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # The interpreter casts to bfloat16 by cutting off, as numpy has none.

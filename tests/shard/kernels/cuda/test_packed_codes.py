@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench.harness.code_formats import TABLES
 
 from millrace_shard.device.transfers import copy_directly
 from millrace_shard.kernels.cuda.packed_codes import PackedCodes, can_join, pack
 from millrace_shard.kernels.cuda.triton_codes import E2M1, E4M3
 from millrace_shard.kernels.cuda.triton_quantized import INTEGERS, SIXTHS, SUMS, TABLE
 from millrace_shard.kernels.quantized import QuantizedTensor
-from millrace_testing.quantized.code_formats import TABLES, random_codes
+from millrace_testing.quantized.code_formats import random_codes
 
 CPU = torch.device("cpu")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.harness.code_formats import TABLES
 from torch import Tensor
 
 from millrace_shard.kernels import agreement
@@ -24,7 +25,7 @@ from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.quantized.code_formats import TABLES, random_codes
+from millrace_testing.quantized.code_formats import random_codes
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from bench.harness.code_formats import code_format
 from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
@@ -25,7 +26,7 @@ from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.quantized import QuantizedTensor
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.quantized.code_formats import code_format, random_codes
+from millrace_testing.quantized.code_formats import random_codes
 
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
