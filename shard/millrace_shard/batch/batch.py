@@ -153,7 +153,7 @@ class Batch:
             num_second=limits.second_pages,
             max_draft_tokens=limits.max_draft_tokens,
         )
-        self.images = SequenceImages(features, device)
+        self.images = SequenceImages(features, device, size + 1)
         self.failed = FailedSequences(size, device)
         self.parameters = SlotParameters(size, device)
         """Sampling parameters on the device, where it computes while the host goes on."""
@@ -371,6 +371,7 @@ class Batch:
             num_queries=(1,) * size,
             num_context=(tables.shape[1] * block_size,) * size,
             adapters=adapters,
+            axes=self.images.decoded_axes(slots, positions),
         )
         return with_windows(ragged, windows)
 

@@ -79,20 +79,20 @@ class _Axes:
             end = grid.position + grid.rows * grid.columns
         self._first = np.concatenate(parts, axis=1)
         """[3, tokens up to the end of the last image]."""
-        self._shift = position - end
+        self.shift = position - end
         """What a later token's position differs by from its index."""
 
     def of(self, start: int, count: int) -> Ints:
         """[3, count], of the tokens from `start` on."""
         known = self._first[:, start : start + count]
-        later = np.arange(start + known.shape[1], start + count) + self._shift
+        later = np.arange(start + known.shape[1], start + count) + self.shift
         return np.concatenate([known, np.tile(later, (3, 1))], axis=1)
 
 
 class SequenceImages:
     """The images of each slot; nothing is done for models that read none."""
 
-    def __init__(self, features: FeatureRows | None, device: torch.device) -> None:
+    def __init__(self, features: FeatureRows | None, device: torch.device, num_slots: int) -> None:
         """Without `features`, a sequence with images is invalid."""
         self._features = features
         self._device = device
@@ -102,18 +102,25 @@ class SequenceImages:
         """By slot, if tokens see later ones: for its first input tokens the position after the last that each sees."""
         self._axes: dict[int, _Axes] = {}
         """By slot, of sequences with images of any size."""
+        self._shifts: Tensor | None = None
+        """[slots] int64, what positions of decoded tokens differ by from their indexes; None: by nothing."""
+        if features is not None and features.has_axes:
+            self._shifts = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def clear(self) -> None:
         self._rows.clear()
         self._ends.clear()
         self._axes.clear()
+        if self._shifts is not None:
+            self._shifts.zero_()
 
     def drop(self, slots: Ints) -> None:
         if self._rows or self._ends or self._axes:
             for slot in slots.tolist():
                 self._rows.pop(slot, None)
                 self._ends.pop(slot, None)
-                self._axes.pop(slot, None)
+                if self._axes.pop(slot, None) is not None and self._shifts is not None:
+                    self._shifts[slot].zero_()
 
     def check(self, sequence: Sequence) -> None:
         """Raise StepInvalid unless spans name rows of features and placeholder tokens, one after the other."""
@@ -140,8 +147,9 @@ class SequenceImages:
     def admit(self, sequence: Sequence) -> None:
         if sequence.images:
             self._rows[sequence.slot] = _rows_of(sequence.images, sequence.num_inputs)
-        if sequence.image_grids and self._features is not None and self._features.has_axes:
-            self._axes[sequence.slot] = _Axes(sequence)
+        if sequence.image_grids and self._shifts is not None:
+            axes = self._axes[sequence.slot] = _Axes(sequence)
+            self._shifts[sequence.slot].fill_(axes.shift)
         mask = Mask.CAUSAL if self._features is None else self._features.mask
         if mask is Mask.PROMPT:
             num_prompt = sequence.num_inputs - sequence.generated_tokens
@@ -171,13 +179,15 @@ class SequenceImages:
         windows = tuple(replace(window, key_ends=key_ends) for window in ragged.windows)
         return replace(ragged, key_ends=key_ends, windows=windows)
 
-    def have_axes(self, slots: Ints) -> bool:
-        """Whether tokens of any of `slots` have other positions than their indexes."""
-        return bool(self._axes) and not self._axes.keys().isdisjoint(slots.tolist())
+    def decoded_axes(self, slots: Tensor, starts: Tensor) -> Tensor | None:
+        """`axes` of one token of each slot after its inputs, of tensors on the device, for graphs."""
+        if self._shifts is None:
+            return None
+        return (starts + self._shifts[slots]).expand(3, len(slots))
 
     def axes(self, slots: Ints, starts: Ints, counts: Ints) -> Tensor | None:
         """The positions [3, T] of `counts` [B] tokens of `slots` [B] from `starts` [B] on; None: their indexes."""
-        if not self.have_axes(slots):
+        if self._axes.keys().isdisjoint(slots.tolist()):
             return None
         rows = zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True)
         parts = [

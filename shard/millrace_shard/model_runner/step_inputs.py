@@ -41,8 +41,7 @@ def upload_inputs(
     """
     if graphs is not None and layout.is_plain:
         adapters = batch.adapters.rows(layout.slots, None, None)
-        has_axes = batch.images.have_axes(layout.slots)
-        if graphs.fits(len(layout.slots), adapters) and not has_axes:
+        if graphs.fits(len(layout.slots), adapters):
             return _inputs_of_graph(batch, layout, cleared, graphs, adapters)
     if not transfers.is_synchronous(batch.device):
         return _packed_inputs(batch, layout, cleared)

@@ -15,9 +15,11 @@ from millrace_shard.batch.step import Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import StepInvalid, UnsupportedModel
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.vision.qwen_vl import cut
 from millrace_shard.vision.registry import read_vision
 from millrace_shard.vision.spec import PARTS
+from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.image_stepper import ImageStepper, read_encoder
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.engines.steps import beside, ints
@@ -91,6 +93,35 @@ def test_logits_after_images_and_later_ones_are_those_of_transformers(
         prompt.ids.append(int(result.ids[0]))
         if result.ids[0] == IMAGE_TOKEN:
             break  # transformers would look for an image.
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_graphs_decode_after_images_with_the_bits_of_eager_steps(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    save_tiny_qwen(tmp_path, family)
+    dtype, recorder = DTYPES[name], Recorder()
+    # Plain torch reads lengths on the host in deterministic mode.
+    kernels = make_kernels(name, deterministic=name == "cpu", dtype=dtype)
+    settings = GraphSettings((1, 2, 4), recorder.new_capture)
+    prompt, results = prompt_of_sizes(SIZES), []
+    for graphs in (settings, None):
+        stepper = ImageStepper(tmp_path, kernels, dtype, graphs=graphs)
+        stepper.put_all(prompt.pictures)
+        own = [stepper.run(stepper.admission_of(0, prompt))]
+        own.append(stepper.run(stepper.admission(1, prompt_of(9), top_n_tokens=5)))
+        own += [stepper.decode(slots) for slots in ([0], [1, 0], [0, 1], [1])]
+        # The slot of the pictures goes to a prompt without any.
+        step = stepper.admission(0, prompt_of(7), top_n_tokens=5)
+        change = replace(step.change, dropped_slots=ints([0]))
+        own.append(stepper.run(replace(step, change=change)))
+        results.append([*own, stepper.decode([0])])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.ids.tolist() == theirs.ids.tolist()
+        most = 0 if kernels.deterministic else 1e-5
+        np.testing.assert_allclose(ours.top_logprobs, theirs.top_logprobs, atol=most, rtol=0)
+    assert recorder.replays() == {1: 3, 2: 2}
 
 
 @pytest.mark.parametrize("name", KERNELS)

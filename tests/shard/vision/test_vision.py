@@ -718,4 +718,5 @@ def test_grids_of_images_move_no_positions_of_a_model_with_one_axis(tmp_path: Pa
     (sequence,) = stepper.admission(0, list(range(3, 9))).change.admitted
     images = stepper.batch.images
     images.admit(replace(sequence, image_grids=(ImageGrid(1, 2, 2),)))
-    assert not images.have_axes(ints([0]))
+    one = ints([1])
+    assert images.axes(ints([0]), one, one) is None

@@ -14,6 +14,7 @@ from millrace_shard.batch.step import Encode, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.model_runner.graph_capture import GraphSettings
 from millrace_shard.vision.encoder import ImageEncoder, ImageSize, Vision, load_vision
 from millrace_shard.vision.grid_reduction import GridReduction
 from millrace_testing.engines.steps import Stepper, ints
@@ -49,6 +50,7 @@ class ImageStepper(Stepper):
         dtype: torch.dtype = torch.float32,
         num_rows: int = 60,
         group: ProcessGroup | None = None,
+        graphs: GraphSettings | None = None,
     ) -> None:
         with torch.inference_mode():
             model = read_model(folder, kernels, dtype=dtype, group=group)
@@ -58,7 +60,7 @@ class ImageStepper(Stepper):
         self.features = FeatureRows(
             values, IMAGE_TOKEN, self.spec.mask, has_axes=self.spec.has_axes
         )
-        super().__init__(model, kernels, dtype=dtype, images=self.features)
+        super().__init__(model, kernels, dtype=dtype, images=self.features, graphs=graphs)
         self.runner.images = ImageEncoder(vision, self.features)
 
     def put(
