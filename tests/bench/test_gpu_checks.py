@@ -305,6 +305,17 @@ def test_the_cases_are_those_that_the_stages_run(tmp_path: Path) -> None:
     assert len(list(bits.cases(given))) == dtypes * (1 + attended) + len(bits.parts(kernels, given))
 
 
+def test_what_there_is_no_time_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = lambda *, deterministic: PlainKernels(deterministic=deterministic)  # noqa: E731
+    monkeypatch.setattr(agreement, "cuda_kernels", plain)
+    first, *others = figures_of(agreement.run, replace(setting(tmp_path), deadline=0.0))
+    assert (first.kind, list(first.detail)) == (CHECK, ["head size 64"])
+    assert len(others) == 3
+    assert all(other.text().endswith("not checked, no time was left") for other in others)
+
+
 def test_the_check_of_a_start_is_run_for_each_model_in_both_modes(tmp_path: Path) -> None:
     """Here without comparing, as servers of these stages do on CPU."""
     without_flags = replace(setting(tmp_path), shard_flags=())
