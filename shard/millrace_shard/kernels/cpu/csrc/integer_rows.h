@@ -66,14 +66,11 @@ class IntegerRows {
         values_(*w.header) {}
 
   // Adds the products with a part to `states` [kRows]. As many bytes from `ahead` on as the part has are prefetched, except
-  // for one row and larger groups: the CPU's own prefetching is faster then. Scales after each step, which are read before
-  // the codes, disturb it.
+  // for one row and larger groups, or scales in float16 after each step: the CPU's own prefetching is faster then.
   void operator()(const IntegerPart& part, RowState* states, const uint8_t* ahead) const {
     if constexpr (kParts == 1 && kSummed != 0)
-      if (kScales == ScalesOf::kCounts || w_.counts_units()) {
-        if (kScales == ScalesOf::kCounts) ahead = nullptr;
+      if (kScales == ScalesOf::kCounts || w_.counts_units())
         return w_.is_half ? add_unit<2>(part, states, ahead) : add_unit<1>(part, states, ahead);
-      }
     Vec totals[kVectors][kRows];
     each([&](int i, int row) {
       totals[i][row] = part.begin() == 0 ? Vec(0.f) : load(states[row].totals + i * kLanes);
