@@ -66,9 +66,7 @@ OF_MODEL = ("reads_images", "lacks_encoder")
 TGI = Dialect(
     **dict.fromkeys((each.name for each in fields(Dialect) if each.name not in OF_MODEL), True)
 )
-NO_ENCODER = (
-    "the file with its encoder of images is missing, which --mmproj FILE names at the start"
-)
+NO_ENCODER = "no file with its encoder of images is read; --mmproj FILE names one at the start"
 
 
 def dialect_of(

@@ -346,7 +346,11 @@ class Batch:
         return with_windows(ragged, [*zip(window_rows, tables[1:], strict=True)])
 
     def ragged_on_device(
-        self, slots: Tensor, positions: Tensor, adapters: AdapterRows | None = None
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        adapters: AdapterRows | None = None,
+        axes: Tensor | None = None,
     ) -> RaggedBatch:
         """The same as `ragged_decodes`, from columns [B] int64 on the device, without states, as a graph can record it.
 
@@ -371,7 +375,7 @@ class Batch:
             num_queries=(1,) * size,
             num_context=(tables.shape[1] * block_size,) * size,
             adapters=adapters,
-            axes=self.images.decoded_axes(slots, positions),
+            axes=axes,
         )
         return with_windows(ragged, windows)
 

@@ -194,7 +194,8 @@ class DecodeGraphs:
     def _forward(self, inputs: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """The recorded work: from the slots and positions of the rows to their logits."""
         slots, positions, _, _ = inputs
-        ragged = self._batch.ragged_on_device(slots, positions, adapters)
+        axes = self._batch.images.decoded_axes(slots, positions)
+        ragged = self._batch.ragged_on_device(slots, positions, adapters, axes)
         logits = self._model.forward(ragged, self._cache)
         taken = None if self._tapped is None else self._tapped.take()
         if self._states is not None and taken is not None:

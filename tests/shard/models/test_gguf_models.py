@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,6 +212,18 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     tiny.metadata["qwen35.nextn_predict_layers"] = 1
     folder = prepare_gguf(tiny.write(tmp_path / "two.gguf"), tmp_path / "cache", tokenizer=None)
     assert_scores_as(tiny.model, PROMPTS, generate(folder))
+
+
+def test_rates_and_layers_that_cannot_be_are_named(tmp_path: Path) -> None:
+    tiny = TinyGguf("qwen3_5_text")
+    rates, kind = tiny.tensors["blk.0.ssm_a"]
+    tiny.tensors["blk.0.ssm_a"] = (np.abs(rates.view(np.float32)).view(rates.dtype), kind)
+    folder = prepare_gguf(tiny.write(tmp_path / "one.gguf"), tmp_path / "cache", tokenizer=None)
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ssm_a must have values below 0 only"):
+        generate(folder)
+    tiny.metadata["qwen35.nextn_predict_layers"] = 4
+    with pytest.raises(ModelError, match="nextn_predict_layers=4 of 4 layers leave none"):
+        prepare_gguf(tiny.write(tmp_path / "two.gguf"), tmp_path / "cache", tokenizer=None)
 
 
 def test_factors_of_rotary_embeddings_are_checked(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace_shard.errors import UnsupportedModel
+from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.weights.gguf.header import GgufHeader
 from millrace_shard.weights.gguf.metadata import Metadata
 
@@ -220,6 +220,10 @@ def _qwen3_moe(source: Source) -> Fields:
 def _qwen35(source: Source) -> Fields:
     predicted = source.count("nextn_predict_layers") or 0
     num_layers, period = source.num_layers - predicted, source.needed("full_attention_interval")
+    if num_layers <= 0:
+        raise WeightsError(
+            f"nextn_predict_layers={predicted} of {source.num_layers} layers leave none to the model"
+        )
     values = source.needed("ssm.time_step_rank")
     kinds = ["linear_attention", "full_attention"]
     return {

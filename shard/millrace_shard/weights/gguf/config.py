@@ -267,7 +267,11 @@ def _sizes(
             f"{header.path.name}: {arch}.context_length={context}; at most {LONGEST_CONTEXT} is allowed"
         )
     inner = "feed_forward_length"
-    if architecture.is_hybrid and f"{arch}.{inner}" not in metadata:
+    if (
+        f"{arch}.{inner}" not in metadata
+        and f"{arch}.expert_count" in metadata
+        and architecture.is_hybrid
+    ):
         # All layers have experts.
         inner = f"expert_{inner}"
     return {

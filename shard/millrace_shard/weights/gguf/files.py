@@ -194,6 +194,8 @@ class GgufFiles:
         values = self._orders.read(tensor, dim, span, partial(self._part, tensor))
         if tensor.name.endswith(RATES):
             # The file has them as minus their exponentials.
+            if not bool((values < 0).all()):
+                raise WeightsError(f"tensor {tensor.name} must have values below 0 only")
             return values.float().neg().log()
         return values[:, None] if CONVOLUTION in tensor.name else values
 

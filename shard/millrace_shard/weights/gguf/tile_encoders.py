@@ -24,6 +24,12 @@ NEWLINES = ("v.image_newline", "model.image_newline")
 
 
 def internvl(clip: Clip) -> Encoder:
+    _need_class(clip)
+    activation = clip.activation(gelu="gelu")
+    if activation != "gelu":
+        raise UnsupportedProjector(
+            f"{clip.header.path.name} has an encoder with {activation}, not with gelu"
+        )
     hidden, patch, image = clip.hidden, clip.patch, clip.needed("image_size")
     shuffle = clip.count("projector.scale_factor", 2)
     projector, joined = "mm.model.mlp", hidden * shuffle**2
@@ -55,7 +61,7 @@ def internvl(clip: Clip) -> Encoder:
             "attention_bias": "v.blk.0.attn_q.bias" in clip,
             "use_qk_norm": "v.blk.0.attn_q_norm.weight" in clip,
             "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in clip else "rms_norm",
-            "hidden_act": clip.activation(gelu="gelu"),
+            "hidden_act": activation,
         },
         tensors=tensors,
         outer={"downsample_ratio": 1 / shuffle},
@@ -105,6 +111,7 @@ def _intern_layers(clip: Clip) -> Tensors:
 
 def llava(clip: Clip) -> Encoder:
     """LLaVA 1.5, and LLaVA-NeXT if there is an end of rows. Files have only the layers that run."""
+    _need_class(clip)
     hidden, patch, image = clip.hidden, clip.patch, clip.needed("image_size")
     text_size, embeddings = clip.shape("mm.2.weight")[0], f"{TOWER}.embeddings"
     count, conv = (image // patch) ** 2 + 1, (hidden, CHANNELS, patch, patch)
@@ -127,7 +134,11 @@ def llava(clip: Clip) -> Encoder:
     return Encoder(
         model_type="llava_next" if has_grids else "llava",
         text_size=text_size,
-        vision={"model_type": "clip_vision_model", **_sizes(clip), "hidden_act": clip.activation()},
+        vision={
+            "model_type": "clip_vision_model",
+            **_sizes(clip),
+            "hidden_act": clip.activation(gelu="gelu"),
+        },
         tensors=tensors,
         outer={
             "vision_feature_layer": -1,
@@ -142,6 +153,13 @@ def llava(clip: Clip) -> Encoder:
     )
 
 
+def _need_class(clip: Clip) -> None:
+    """Raise UnsupportedProjector for an encoder without a class token, such as SigLIP."""
+    if CLASS not in clip:
+        name = clip.header.path.name
+        raise UnsupportedProjector(f"{name} has an encoder without a class token ({CLASS})")
+
+
 def _has_grids(clip: Clip) -> bool:
     """Whether an image becomes a grid of tiles, too. Raises UnsupportedProjector for other layers than the last."""
     key = f"{PREFIX}feature_layer"
@@ -152,10 +170,8 @@ def _has_grids(clip: Clip) -> bool:
         # They describe the same in words.
         clip.metadata.text(f"{PREFIX}{name}")
     for name in ("image_crop_resolution", "image_split_resolution"):
-        if clip.count(name, clip.needed("image_size")) != clip.needed("image_size"):
-            raise UnsupportedProjector(
-                f"{clip.metadata.describe(PREFIX + name)} is not supported; the size of a tile is"
-            )
+        # LLaVA 1.6 has them of another encoder than its own; the sides of a tile are its `image_size`.
+        clip.count(name, 1)
     return clip.metadata.text(f"{PREFIX}mm_patch_merge_type") == "spatial_unpad"
 
 

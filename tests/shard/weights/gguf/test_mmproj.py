@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from millrace_router.images.families import geometry_of
 from millrace_shard.errors import ModelError
 from millrace_shard.weights.download import HubAccess
+from millrace_shard.weights.gguf.encoders import UnsupportedProjector
 from millrace_shard.weights.gguf.files import MmprojFiles
 from millrace_shard.weights.gguf.folder import prepare_gguf
 from millrace_shard.weights.gguf.tokenizer import TokenKind
@@ -202,7 +203,6 @@ def test_a_file_that_does_not_fit_ends_the_start_with_one_line(
     ("key", "value", "message"),
     [
         ("feature_layer", [1], r"feature_layer=.* is not supported"),
-        ("image_crop_resolution", 48, r"image_crop_resolution=48 is not supported; the size of a"),
         ("image_grid_pinpoints", [24, 48, 24], "image_grid_pinpoints must be pairs"),
         ("image_grid_pinpoints", None, "image_grid_pinpoints must be pairs"),
     ],
@@ -214,6 +214,21 @@ def test_settings_of_llava_that_are_not_computed_are_refused(
     text, encoder = pair.write(tmp_path / "m.gguf")
     with pytest.raises(ModelError, match=message):
         prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=encoder)
+
+
+def test_encoders_of_tiles_without_a_class_token_or_with_other_functions_are_refused(
+    tmp_path: Path,
+) -> None:
+    siglip, silu = (
+        TinyPair("llava", tmp_path / "llava"),
+        TinyPair("internvl", tmp_path / "internvl", metadata={"clip.use_gelu": False}),
+    )
+    del siglip.tensors["v.class_embd"]
+    reasons = "without a class token", "with quick_gelu, not with gelu"
+    for pair, reason in zip((siglip, silu), reasons, strict=True):
+        text, encoder = pair.write(tmp_path / f"{pair.family}.gguf")
+        with pytest.raises(UnsupportedProjector, match=reason):
+            prepare_gguf(text, tmp_path / "cache", tokenizer=None, mmproj=encoder)
 
 
 @pytest.mark.parametrize(

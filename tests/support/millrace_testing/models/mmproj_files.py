@@ -105,6 +105,9 @@ KINDS = {
         metadata={
             **_LLAVA,
             "clip.vision.mm_patch_merge_type": "spatial_unpad",
+            # Published files have these of another encoder.
+            "clip.vision.image_crop_resolution": 16,
+            "clip.vision.image_split_resolution": 16,
             "clip.vision.image_grid_pinpoints": [side for grid in GRIDS for side in grid],
         },
     ),
