@@ -155,6 +155,9 @@ class StepValues {
   Ints table_;
 };
 
+// Whether codes of a kind become values in registers, for few rows. All others are unpacked first.
+inline bool unpacks_in_registers(Codes codes) { return codes == Codes::kInteger4 || codes == Codes::kInteger6; }
+
 // Steps of one group of several.
 struct IntegerRun {
   const uint8_t *values, *scales;

@@ -31,15 +31,11 @@ inline int summed_quads(int64_t largest) { return largest < 16 ? 8 : largest < 3
 // In float16; counts of a unit that all steps share, and those that sums are multiplied with: see CodePanels::counts_units.
 enum class ScalesOf { kPart, kHalfSteps, kUnitSteps, kCounts };
 
-// Whether codes of a kind become values in registers, for few rows. All others are unpacked first.
-inline bool unpacks_in_registers(Codes codes) { return codes == Codes::kInteger4 || codes == Codes::kInteger6; }
-
 // Where a single row takes scales from: one stream of memory is faster than two, unless products of bytes take longer.
 inline ScalesOf scales_of_row(const CodePanels& w) {
   const CodeHeader& header = *w.header;
-  const bool counts = w.counts_units() && unpacks_in_registers(header.codes);
   const bool in_registers = header.codes == Codes::kInteger4 || (header.codes == Codes::kInteger8 && kHasQuads);
-  if (counts) return ScalesOf::kCounts;
+  if (w.counts_units() && unpacks_in_registers(header.codes)) return ScalesOf::kCounts;
   if (!in_registers || header.input_parts != 1 || w.group_steps != 1 || w.is_half) return ScalesOf::kPart;
   if (header.offsets != ScaleType::kNone && header.offsets != header.scales) return ScalesOf::kPart;
   if (header.scales == ScaleType::kHalf) return ScalesOf::kHalfSteps;
@@ -241,16 +237,16 @@ class IntegerRows {
   }
 #endif
 
-  // The counts of a step's group among kGroups, of the scales or the offsets, for the i-th vector of outputs.
+  // The counts of a group, of which a step has kGroups, of its scales or its offsets, for the i-th vector of outputs.
   template <int kGroups>
-  Vec count_of(const IntegerPart& part, int64_t number, int group, bool of_offsets, int i) const {
-    if constexpr (kScales == ScalesOf::kCounts) return load_int8(counts_of(part, number, group, of_offsets) + i * kLanes);
-    const int64_t place = (part.begin() + number) * kGroups + group;
-    return load((of_offsets ? part.offsets(place) : part.scales(place)) + i * kLanes);
+  Vec count_of(const IntegerPart& part, int64_t group, bool of_offsets, int i) const {
+    if constexpr (kScales == ScalesOf::kCounts) return load_int8(counts_of<kGroups>(part, group, of_offsets) + i * kLanes);
+    return load((of_offsets ? part.offsets(group) : part.scales(group)) + i * kLanes);
   }
-  const uint8_t* counts_of(const IntegerPart& part, int64_t number, int group, bool of_offsets) const {
-    const int64_t skipped = group * (w_.scale_size + w_.offset_size) + (of_offsets ? w_.scale_size : 0);
-    return part.values(number) + w_.step_bytes + skipped;
+  template <int kGroups>
+  const uint8_t* counts_of(const IntegerPart& part, int64_t group, bool of_offsets) const {
+    const int64_t skipped = group % kGroups * (w_.scale_size + w_.offset_size) + (of_offsets ? w_.scale_size : 0);
+    return part.values(group / kGroups - part.begin()) + w_.step_bytes + skipped;
   }
 
   // Adds the products with step `number` of a part, of kGroups groups whose counts multiply them, to `sums`.
@@ -259,22 +255,23 @@ class IntegerRows {
                                           Vec (&sums)[kVectors][kRows]) const {
     constexpr int kCount = kQuads / kGroups;
     const uint8_t* values = part.values(number);
-    const int8_t* left = left_of(part.begin() + number);
+    const int64_t step = part.begin() + number;
+    const int8_t* left = left_of(step);
     each_vectors([&](int vector) __attribute__((always_inline)) {
       if constexpr (kScales == ScalesOf::kCounts && !kHasQuads) {
         Ints totals[kTogether];
         repeat<kGroups>([&](auto group) __attribute__((always_inline)) {
-          const uint8_t* counts = counts_of(part, number, group(), false) + vector * kLanes;
+          const uint8_t* counts = counts_of<kGroups>(part, step * kGroups + group(), false) + vector * kLanes;
           Ints numbers[kTogether][kLefts];
-          sum<group() * kCount, kCount>(values, vector * kIntsBytes, left, numbers,
-                                        [&](int i, int) { return count_words(counts + i * kLanes); });
+          const auto count = [&](int i, int) { return count_words(counts + i * kLanes); };
+          sum<group() * kCount, kCount>(values, vector * kIntsBytes, left, numbers, count);
           // A start is even where steps have two groups, and 0 elsewhere.
           const Ints start = all_words(rounded->starts[group()] / 2);
 #pragma GCC unroll 4
           for (int i = 0; i < kTogether; i++) {
             Ints& total = totals[i];
             total = group() == 0 ? numbers[i][0] : add_ints(total, numbers[i][0]);
-            if (kGroups == 2) total = add_ints(total, multiply_words(start, count_words(counts + i * kLanes)));
+            if (kGroups == 2) total = add_ints(total, multiply_words(start, count(i, 0)));
           }
         });
 #pragma GCC unroll 4
@@ -286,7 +283,7 @@ class IntegerRows {
           products<group() * kCount, kCount, kGroups == 2>(
               values, vector, left, rounded, group(), [&](int i, int row, const Vec& integers) {
                 Lanes& total = totals[i - vector][row];
-                const Vec count = count_of<kGroups>(part, number, group(), false, i);
+                const Vec count = count_of<kGroups>(part, step * kGroups + group(), false, i);
                 total = group() == 0 ? integers * count : at::vec::fmadd(integers, count, Vec(total));
                 if (group() + 1 == kGroups)
                   sums[i][row] = at::vec::fmadd(Vec(total), Vec(rounded[row * stride_].scale), sums[i][row]);
@@ -306,20 +303,28 @@ class IntegerRows {
       add_counted<kGroups>(part, number, rounded, sums);
       ahead = prefetch(ahead, w_.block_bytes);
     }
-    each([&](int i, int row) {
-      const Vec before = part.begin() == 0 ? Vec(0.f) : load(states[row].totals + i * kLanes);
-      Vec total = at::vec::fmadd(sums[i][row], load_halves(part.units() + 2 * i * kLanes), before);
-      if (w_.offset_size > 0) {
-        Vec of_offsets(0.f);
-        for (int64_t group = part.begin() * kGroups; group < std::min(w_.groups, (part.begin() + part.count()) * kGroups); group++) {
-          const int64_t number = group / kGroups - part.begin();
-          const Vec count = count_of<kGroups>(part, number, static_cast<int>(group % kGroups), true, i);
-          of_offsets = at::vec::fmadd(count, Vec(rows_.sums(first_ + row)[group]), of_offsets);
+    const int64_t end = std::min(w_.groups, (part.begin() + part.count()) * kGroups);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; row++) {
+      Vec of_offsets[kVectors];
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; i++) of_offsets[i] = Vec(0.f);
+      if (w_.offset_size > 0)
+        for (int64_t group = part.begin() * kGroups; group < end; group++) {
+          const Vec inputs(rows_.sums(first_ + row)[group]);
+#pragma GCC unroll 4
+          for (int i = 0; i < kVectors; i++)
+            of_offsets[i] = at::vec::fmadd(count_of<kGroups>(part, group, true, i), inputs, of_offsets[i]);
         }
-        total = at::vec::fmadd(of_offsets, load_halves(part.units() + kUnitBytes + 2 * i * kLanes), total);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; i++) {
+        float* to = states[row].totals + i * kLanes;
+        const uint8_t* units = part.units() + 2 * i * kLanes;
+        Vec total = at::vec::fmadd(sums[i][row], load_halves(units), part.begin() == 0 ? Vec(0.f) : load(to));
+        if (w_.offset_size > 0) total = at::vec::fmadd(of_offsets[i], load_halves(units + kUnitBytes), total);
+        save(to, total);
       }
-      save(states[row].totals + i * kLanes, total);
-    });
+    }
   }
 
   // Adds the products of steps of two groups each.
