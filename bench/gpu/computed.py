@@ -88,7 +88,7 @@ class Latents:
     latent: int
     rotated: int
     key: int
-    """Of a head's key, as far as it is not rotated."""
+    """Channels of a head's key that are not rotated."""
     value: int
 
 
@@ -113,7 +113,7 @@ class Model:
     plain_launches: int = 0
     """Launches a layer that norms or rotations took before they were fused."""
     latents: Latents | None = None
-    """Of attention over latents, for which there were no kernels before."""
+    """Sizes of attention over latents; None: usual attention. The state before has no kernels for it."""
 
     @property
     def attention_weights(self) -> float:
@@ -135,7 +135,7 @@ class Model:
 
     @property
     def pair_operations(self) -> float:
-        """Of a query of all heads and a key with its value."""
+        """Operations of all heads for a query and a key with its value."""
         if self.latents is None:
             return 4 * self.heads * self.head_dim / self.ranks
         return 2 * self.heads * (2 * self.latents.latent + self.latents.rotated) / self.ranks

@@ -230,7 +230,7 @@ def layer_shape(shape: Shape) -> LayerShape:
 def _work(scale: Scale, launches: int, num_agreement: int) -> dict[str, float]:
     """Seconds of each stage, compilation apart.
 
-    `launches` are those of the first stages, and `num_agreement` the cases of one of them.
+    `launches` is the number of launches of the first stages, and `num_agreement` of the cases of `agreement`.
     """
     return {
         "preflight": IMPORTS + 4.0,

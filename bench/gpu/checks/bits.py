@@ -224,7 +224,7 @@ def _codes(device: torch.device) -> QuantizedTensor:
 
 
 def parts(kernels: Kernels, setting: Setting) -> dict[str, Differing]:
-    """What served models compute in addition to the attention of Llama."""
+    """Return checks of the kernels that other models than Llamas use, by name."""
     scale, sizes = setting.scale, setting.scale.parts
     dtype, (heads, latent, rotated) = sizes.dtype, sizes.latents
     group, found = scale.checked_groups[0], dict[str, Differing]()

@@ -1,4 +1,4 @@
-"""What served models compute in addition to the attention of Llama: differences from plain torch, and bits of rows.
+"""Kernels that other models than Llamas use: their differences from plain torch, and the bits of their rows.
 
 Keys in latents, keys and values in codes, windows and soft caps, recurrent layers, pictures, and weights in codes.
 """
@@ -27,7 +27,7 @@ from millrace_shard.kernels.quantized import CodeFormat
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 CODED = (torch.float8_e4m3fn, torch.int8)
-"""Of caches."""
+"""Types of caches with codes."""
 WINDOW, CAP = 66, 3.0
 COUNTS, PAGES = (9, 1, 5), (3, 1, 7)
 """Tokens of sequences with states, more and fewer than a convolution reads, and their pages."""
@@ -104,7 +104,7 @@ class Parts:
     def _coded_difference(
         self, kernels: Kernels, oracle: Kernels, form: CodeFormat, device: torch.device
     ) -> float:
-        """Of a linear and of experts, for few rows and for many."""
+        """Return the largest difference of a linear and of experts from the oracle's, for few rows and for many."""
         ours, theirs = (
             [
                 operator(Random(self.dtype, device)(rows, self.hidden))
