@@ -238,6 +238,8 @@ class EpochManager:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REOPEN_SECONDS):
                     await self._serving.wait()
+                    # Reports from before are of the shards that have ended.
+                    self.interrupt.clear()
             self._serving.clear()
 
     async def close(self) -> bool:

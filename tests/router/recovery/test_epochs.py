@@ -74,6 +74,30 @@ async def test_shards_that_stay_out_of_reach_are_restarted(monkeypatch: pytest.M
     assert launcher.asked == [f"rank {number % 2} does not listen" for number in range(3)]
 
 
+async def test_shards_that_serve_again_are_tried_whatever_was_reported_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router may see that a socket is gone before its launcher reports the end of the shard."""
+    monkeypatch.setattr(epochs, "REOPEN_SECONDS", 3600.0)
+    channel, launcher = AbsentShards(1), LauncherChannel(None)
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=9)
+    manager = EpochManager(
+        channel, launcher, ShardStatus(1.0), CostModel(), metrics, oldest=lambda: None
+    )
+    failed = list[RouterError | None]()
+
+    def restart(refusal: RouterError | None) -> None:
+        failed.append(refusal)
+        assert len(failed) == 1, "only the shard that ended is out of reach"
+        launcher.on_restarting(False, "killed by signal SIGKILL")  # noqa: FBT003
+        asyncio.get_running_loop().call_soon(launcher.on_serving)
+
+    watching = manager.watch()
+    await manager.open(restart)
+    watching.cancel()
+    await channel.close()
+
+
 class Launcher(LauncherChannel):
     """A launcher that remembers what it is asked for."""
 
