@@ -89,7 +89,7 @@ async def test_shards_that_serve_again_are_tried_whatever_was_reported_before(
     def restart(refusal: RouterError | None) -> None:
         failed.append(refusal)
         assert len(failed) == 1, "only the shard that ended is out of reach"
-        launcher.on_restarting(False, "killed by signal SIGKILL")  # noqa: FBT003
+        launcher.on_restarting(False, "killed by signal SIGKILL")
         asyncio.get_running_loop().call_soon(launcher.on_serving)
 
     watching = manager.watch()
