@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from bench.comparison import roofline
@@ -24,14 +26,20 @@ from bench.harness.paths import MODELS_FOLDER
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record
 from bench.harness.server import ServerError
-from bench.peers.engines import OURS
+from bench.peers.engines import OFFLINE, OURS, Offline, openvino_model
 from bench.peers.process import EngineError
 from bench.peers.revisions import at_revision
+from bench.quantized.formats import ensure_format
 from millrace.load.levels import parse_level
 from millrace_proto.cores import usable_cores
 
 PEERS = ("vllm", "openvino", "llama.cpp", "transformers")
 KINDS = ("offline", "served")
+OPENVINO_CODES = {
+    "int4": ("int4", "--sym", "--group-size=128", "--ratio=1.0"),
+    "int8": ("int8",),
+}
+"""Formats of weights for OpenVINO, with options of `optimum-cli`."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -50,6 +58,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         " r4:128+64x100 is 100 requests that arrive at 4 a second; without --only, servers alone",
     )
     parser.add_argument("--peer", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument(
+        "--codes",
+        nargs="*",
+        default=[],
+        choices=tuple(OPENVINO_CODES),
+        help="also run our engine and OpenVINO's on weights in these formats, without HTTP",
+    )
     parser.add_argument(
         "--against",
         metavar="REVISION",
@@ -71,6 +86,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def engines_of_codes(name: str, codes: str) -> list[Offline]:
+    """Our engine and OpenVINO's on the shape's weights as `codes`."""
+    convert: dict[str, Callable[[Path], Path]] = {
+        OURS: lambda _: ensure_format(name, f"compressed-{codes}"),
+        "openvino": partial(openvino_model, weights=OPENVINO_CODES[codes]),
+    }
+    return [
+        replace(engine, name=f"{engine.name} {codes}", convert=convert[engine.name])
+        for engine in OFFLINE
+        if engine.name in convert
+    ]
+
+
 def run_model(name: str, options: argparse.Namespace) -> Results:
     """Measure one shape. Raises EngineError, ServerError or ValueError when ours fails."""
     model = ensure_checkpoint(name, folder=options.models_folder)
@@ -83,6 +111,9 @@ def run_model(name: str, options: argparse.Namespace) -> Results:
         out=options.out,
         launcher_flags=options.flags,
         shard_flags=options.shard_flags,
+        more_offline=[
+            engine for codes in options.codes for engine in engines_of_codes(name, codes)
+        ],
         more_servers=[at_revision(revision) for revision in options.against],
     )
     say(f"{name}: {', '.join(plan.engines)}; measuring the roofline")

@@ -106,6 +106,7 @@ CASES = {
     ),
     "1b": (
         Case("one stream", Figure.PER_TOKEN, ((128, 64),)),
+        Case("8 of 128+128", Figure.RATE, ((128, 128),) * 8),
         BATCH,
         Case("first of 1024", Figure.FIRST_TOKEN, ((1024, 1),)),
     ),

@@ -88,8 +88,9 @@ def loaded_engines(
     started: list[EngineProcess] = []
     engines: dict[str, EngineProcess] = {}
     try:
-        for offline in OFFLINE:
-            if offline.name not in plan.engines or not offline.is_installed:
+        chosen = [engine for engine in OFFLINE if engine.name in plan.engines]
+        for offline in (*chosen, *plan.more_offline):
+            if not offline.is_installed:
                 continue
             with Attempt(offline.name, notes):
                 engine = start_engine(offline, model, limits, plan)

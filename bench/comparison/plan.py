@@ -11,7 +11,7 @@ from typing import Self
 from bench.harness.command_line import say
 from bench.harness.quiet import Quiet
 from bench.harness.server import ServerError
-from bench.peers.engines import OFFLINE, OURS, ConversionError
+from bench.peers.engines import OFFLINE, OURS, ConversionError, Offline
 from bench.peers.process import EngineError
 from bench.peers.servers import SERVERS, Server
 
@@ -30,6 +30,8 @@ class Plan:
     out: Path
     launcher_flags: Sequence[str] = ()
     shard_flags: Sequence[str] = ()
+    more_offline: Sequence[Offline] = ()
+    """Engines without HTTP in addition to `engines`."""
     more_servers: Sequence[Server] = ()
     """Servers in addition to `engines`."""
 

@@ -84,9 +84,12 @@ def as_it_is(model: Path) -> Path:
     return model
 
 
-def openvino_model(model: Path) -> Path:
-    """The checkpoint in OpenVINO's intermediate representation, converted once."""
-    target = model.with_name(f"{model.name}-openvino-fp16")
+def openvino_model(model: Path, weights: Sequence[str] = ("fp16",)) -> Path:
+    """The checkpoint in OpenVINO's intermediate representation, converted once.
+
+    `weights` are the format of weights and further options of `optimum-cli`.
+    """
+    target = model.with_name(f"{model.name}-openvino-{weights[0]}")
     if not (target / "openvino_model.xml").exists():
         optimum = PEERS_FOLDER / "openvino" / "bin" / "optimum-cli"
         _convert(
@@ -96,7 +99,8 @@ def openvino_model(model: Path) -> Path:
                 "openvino",
                 f"--model={model}",
                 "--task=text-generation-with-past",
-                "--weight-format=fp16",
+                f"--weight-format={weights[0]}",
+                *weights[1:],
                 str(target),
             ]
         )
