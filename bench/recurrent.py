@@ -1,8 +1,12 @@
-"""`python -m bench.recurrent`: prompts through layers with gated delta nets, against layers with attention.
+"""`python -m bench.recurrent`: prompts and decodes through layers with gated delta nets.
 
 Random weights in the shape of a small Qwen3-Next: the layers have equal second halves, and three of four are recurrent.
-In each round one layer of each kind computes the prompt. Both rates are of the operations that a layer needs: products
-of linears, the rule of the states by recurrence, and pairs of queries and keys.
+For prompts, one layer of each kind computes the prompt in each round. Both rates are of the operations that a layer
+needs: products of linears, the rule of the states by recurrence, and pairs of queries and keys.
+
+`--decode` times steps of 1 and of 32 rows through twelve layers and a head, 1B in all, in turn with a sum over a
+gibibyte and a square product. The floors are the times to read weights, states, keys and values at the median rate of
+the sums, and to multiply rows with weights at that of the products. It takes 4 GB of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.latent import DTYPE, linear, norm, seconds
+from bench.comparison.roofline_probe import READ_VALUES
+from bench.latent import DTYPE, EPS, linear, norm, seconds, weight
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels, Layer
 from millrace_shard.kernels.build import load_operators
@@ -33,10 +38,21 @@ RULE = 7
 """Operations of the rule for each number of a state: decay, two products with keys, one with queries."""
 RECURRENT = 3
 """Recurrent layers to one with attention."""
+LAYERS, VOCAB = 12, 102_400
+"""Of the model whose decodes are timed: a billion parameters."""
+SIDE = 2048
+"""Of the square product."""
+STATE = StateLayer(KERNEL - 1, (2 * KEYS + VALUES) * WIDTH, (VALUES, WIDTH, WIDTH))
 
 
-def delta_net(kernels: Kernels) -> DeltaNet:
-    """The first half of a recurrent layer."""
+def mlp() -> MlpWeights:
+    """The second half of a layer."""
+    gate_up, down = linear(2 * INTER, HIDDEN), linear(HIDDEN, INTER)
+    return MlpWeights(norm=norm(HIDDEN), gate_up=gate_up, down=down)
+
+
+def delta_net(kernels: Kernels, index: int = 0) -> DeltaNet:
+    """The first half of the recurrent layer `index`."""
     values = VALUES * WIDTH
     channels = 2 * KEYS * WIDTH + values
     heads = DeltaHeads(
@@ -53,7 +69,7 @@ def delta_net(kernels: Kernels) -> DeltaNet:
     projections = tuple(linear(count, HIDDEN) for count in (channels, values, VALUES, VALUES))
     out = linear(HIDDEN, values)
     weights = DeltaNetWeights(
-        index=0, norm=norm(HIDDEN), projections=projections, out=out, heads=heads
+        index=index, norm=norm(HIDDEN), projections=projections, out=out, heads=heads
     )
     return DeltaNet(kernels, weights)
 
@@ -86,8 +102,7 @@ def operations(tokens: int) -> tuple[float, float]:
 def layers(kernels: Kernels, tokens: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """A prompt through a layer of each kind, ready to call."""
     batch = ragged_batch([tokens], [tokens], block_size=kernels.block_size)
-    shape = StateLayer(KERNEL - 1, (2 * KEYS + VALUES) * WIDTH, (VALUES, WIDTH, WIDTH))
-    states, none = (shape.new(2, DTYPE, CPU),), torch.zeros(0, dtype=torch.int64)
+    states, none = (STATE.new(2, DTYPE, CPU),), torch.zeros(0, dtype=torch.int64)
     states[0].zero(1)
     rows = StateRows(layers=states, pages=torch.ones(1, dtype=torch.int64), saved=none)
     batch = replace(batch, states=rows)
@@ -104,38 +119,117 @@ def layers(kernels: Kernels, tokens: int) -> tuple[Callable[[], Tensor], Callabl
         run = kernels.layers([layer], None)
         return lambda: run(x.clone(), batch, [cache])
 
-    def mlp() -> MlpWeights:
-        first, last = linear(2 * INTER, HIDDEN), linear(HIDDEN, INTER)
-        return MlpWeights(norm=norm(HIDDEN), gate_up=first, down=last)
-
     recurrent = Layer(delta_net(kernels), kernels.mlp(mlp()))
     return call(recurrent), call(Layer(kernels.attention(attention()), kernels.mlp(mlp())))
 
 
-def main() -> None:
-    """Print medians."""
-    parser = argparse.ArgumentParser(prog="python -m bench.recurrent", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
-    load_operators()
-    calls = layers(CpuKernels(deterministic=True), arguments.tokens)
-    times = [[seconds(call) for call in calls] for _ in range(1 + arguments.rounds)][1:]
+def decode(kernels: Kernels, rows: int, context: int) -> Callable[[], Tensor]:
+    """A step of `rows` decodes after `context` - 1 tokens each, ready to call."""
+    first_halves = [
+        kernels.attention(attention()) if is_dense(index) else delta_net(kernels, of_states(index))
+        for index in range(LAYERS)
+    ]
+    layers = kernels.layers([Layer(half, kernels.mlp(mlp())) for half in first_halves], None)
+    batch = ragged_batch([1] * rows, [context] * rows, block_size=kernels.block_size)
+    states = tuple(STATE.new(rows + 1, DTYPE, CPU) for _ in range(of_states(LAYERS)))
+    for state in states:
+        for tensor in state.tensors:
+            tensor.zero_()
+    pages, none = torch.arange(1, rows + 1), torch.zeros(0, dtype=torch.int64)
+    batch = replace(batch, states=StateRows(layers=states, pages=pages, saved=none))
+    caches = [
+        kernels.new_cache(
+            num_blocks=int(batch.block_tables.max()) + 1 if is_dense(index) else 1,
+            num_kv_heads=KV_HEADS,
+            head_dim=WIDTH,
+            dtype=DTYPE,
+            device=CPU,
+        )
+        for index in range(LAYERS)
+    ]
+    head, last = kernels.head(weight(VOCAB, HIDDEN)), torch.ones(HIDDEN, dtype=DTYPE)
+    embedded = torch.randn(rows, HIDDEN, dtype=DTYPE)
+
+    def forward() -> Tensor:
+        residual = embedded.clone()
+        x = layers(residual, batch, caches)
+        return head(kernels.add_rms_norm(x, residual, last, EPS))
+
+    return forward
+
+
+def is_dense(index: int) -> bool:
+    """Whether the layer has attention."""
+    return index % (RECURRENT + 1) == RECURRENT
+
+
+def of_states(index: int) -> int:
+    """Recurrent layers before the layer `index`."""
+    return sum(not is_dense(before) for before in range(index))
+
+
+def bytes_of(rows: int, context: int) -> tuple[int, int]:
+    """The bytes that a step of decodes reads: of weights; of states, keys and values."""
+    values, recurrent = VALUES * WIDTH, of_states(LAYERS)
+    delta_nets = recurrent * HIDDEN * (2 * KEYS * WIDTH + 3 * values + 2 * VALUES)
+    attentions = (LAYERS - recurrent) * HIDDEN * WIDTH * 2 * (HEADS + KV_HEADS)
+    weights = delta_nets + attentions + LAYERS * 3 * HIDDEN * INTER + VOCAB * HIDDEN
+    kept = (LAYERS - recurrent) * context * 2 * KV_HEADS * WIDTH * DTYPE.itemsize
+    return weights * DTYPE.itemsize, rows * (kept + recurrent * STATE.num_bytes(DTYPE))
+
+
+def print_decodes(kernels: Kernels, context: int, rounds: int) -> None:
+    """Print a line for each number of rows."""
+    print(
+        "| rows | context | MB read | GB/s | TFLOP/s | floor of bytes, ms | of products, ms | step, ms |"
+    )
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|")
+    probe, square = torch.ones(READ_VALUES), torch.randn(SIDE, SIDE, dtype=DTYPE)
+    for rows in (1, 32):
+        calls = decode(kernels, rows, context), probe.sum, lambda: square @ square
+        times = [[seconds(call) for call in calls] for _ in range(1 + rounds)][1:]
+        step, read, product = map(statistics.median, zip(*times, strict=True))
+        weights, kept = bytes_of(rows, context)
+        rate, speed = 4.0 * READ_VALUES / read, 2.0 * SIDE**3 / product
+        floors = (weights + kept) / rate, rows * weights / speed
+        shown = (f"{1e3 * time:.1f}" for time in (*floors, step))
+        print(
+            f"| {rows} | {context} | {(weights + kept) / 1e6:.0f} | {rate / 1e9:.1f}"
+            f" | {speed / 1e12:.2f} | {' | '.join(shown)} |"
+        )
+
+
+def print_prompts(kernels: Kernels, tokens: int, rounds: int) -> None:
+    """Print the rates of both kinds of layers."""
+    calls = layers(kernels, tokens)
+    times = [[seconds(call) for call in calls] for _ in range(1 + rounds)][1:]
     recurrent, dense = map(statistics.median, zip(*times, strict=True))
-    of_recurrent, of_dense = operations(arguments.tokens)
+    of_recurrent, of_dense = operations(tokens)
     mixed = (RECURRENT * of_recurrent + of_dense) / (RECURRENT * recurrent + dense)
     print(
         "| tokens | threads | delta net, GFLOP/s | attention, GFLOP/s | three to one / attention |"
     )
     print("|--:|--:|--:|--:|--:|")
     print(
-        f"| {arguments.tokens} | {arguments.threads} | {of_recurrent / recurrent / 1e9:.0f}"
+        f"| {tokens} | {torch.get_num_threads()} | {of_recurrent / recurrent / 1e9:.0f}"
         f" | {of_dense / dense / 1e9:.0f} | {mixed / (of_dense / dense):.2f} |"
     )
+
+
+def main() -> None:
+    """Print medians."""
+    parser = argparse.ArgumentParser(prog="python -m bench.recurrent", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, or before a decode")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--decode", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    load_operators()
+    measure = print_decodes if arguments.decode else print_prompts
+    measure(CpuKernels(deterministic=True), arguments.tokens, arguments.rounds)
 
 
 if __name__ == "__main__":
