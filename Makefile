@@ -96,7 +96,7 @@ suite-long: install
 	$(PYTEST) -m long $(LONG_FOLDERS) $(ARGS)
 
 suite-sanitized: install
-	$(PYTEST) -m long tests/shard/kernels/cpu/test_sanitizers.py $(ARGS)
+	$(PYTEST) --dist load -m long tests/shard/kernels/cpu/test_sanitizers.py $(ARGS)
 
 suite-compiled: install
 	MILLRACE_TEST_CAPABILITIES="80 86 89 90 100 120" MILLRACE_TEST_EVERY=1 $(PYTEST) -m ecosystem \
