@@ -32,6 +32,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from bench.comparison.roofline_probe import SIDE
 from bench.harness.server import serving
 from millrace_router.images.child import DecodingError, DecodingLimits, DecodingProcess
 from millrace_router.images.geometry import Geometry
@@ -76,9 +77,7 @@ WHOLE = {
 }
 """Fields of the language model in addition to `TEXT`."""
 SHUFFLE = 4
-"""Patches a side of which one token is made."""
-SIDE = 2048
-"""Of the square product."""
+"""A token is made of so many patches in each direction."""
 NUM_STREAMS, STREAM_TOKENS = 4, 200
 BOMB_SIDE = 12_000
 

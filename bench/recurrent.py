@@ -5,8 +5,8 @@ For prompts, one layer of each kind computes the prompt in each round. Both rate
 needs: products of linears, the rule of the states by recurrence, and pairs of queries and keys.
 
 `--decode` times steps of 1 and of 32 rows through twelve layers and a head, 1B in all, in turn with a sum over a
-gibibyte and a square product. The floors are the times to read weights, states, keys and values at the median rate of
-the sums, and to multiply rows with weights at that of the products. It takes 4 GB of memory.
+gibibyte and a square product. The floors are the times to read weights, states, keys and values as fast as the sums
+read, and to multiply rows with weights as fast as the products. It takes 4 GB of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.comparison.roofline_probe import READ_VALUES
+from bench.comparison.roofline_probe import READ_VALUES, SIDE
 from bench.latent import DTYPE, EPS, linear, norm, seconds, weight
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels, Layer
@@ -39,9 +39,7 @@ RULE = 7
 RECURRENT = 3
 """Recurrent layers to one with attention."""
 LAYERS, VOCAB = 12, 102_400
-"""Of the model whose decodes are timed: a billion parameters."""
-SIDE = 2048
-"""Of the square product."""
+"""Layers and tokens of the model whose decodes are timed, which has a billion parameters."""
 STATE = StateLayer(KERNEL - 1, (2 * KEYS + VALUES) * WIDTH, (VALUES, WIDTH, WIDTH))
 
 
@@ -126,12 +124,14 @@ def layers(kernels: Kernels, tokens: int) -> tuple[Callable[[], Tensor], Callabl
 def decode(kernels: Kernels, rows: int, context: int) -> Callable[[], Tensor]:
     """A step of `rows` decodes after `context` - 1 tokens each, ready to call."""
     first_halves = [
-        kernels.attention(attention()) if is_dense(index) else delta_net(kernels, of_states(index))
+        kernels.attention(attention())
+        if is_dense(index)
+        else delta_net(kernels, recurrent_before(index))
         for index in range(LAYERS)
     ]
     layers = kernels.layers([Layer(half, kernels.mlp(mlp())) for half in first_halves], None)
     batch = ragged_batch([1] * rows, [context] * rows, block_size=kernels.block_size)
-    states = tuple(STATE.new(rows + 1, DTYPE, CPU) for _ in range(of_states(LAYERS)))
+    states = tuple(STATE.new(rows + 1, DTYPE, CPU) for _ in range(recurrent_before(LAYERS)))
     for state in states:
         for tensor in state.tensors:
             tensor.zero_()
@@ -163,14 +163,14 @@ def is_dense(index: int) -> bool:
     return index % (RECURRENT + 1) == RECURRENT
 
 
-def of_states(index: int) -> int:
+def recurrent_before(index: int) -> int:
     """Recurrent layers before the layer `index`."""
     return sum(not is_dense(before) for before in range(index))
 
 
 def bytes_of(rows: int, context: int) -> tuple[int, int]:
     """The bytes that a step of decodes reads: of weights; of states, keys and values."""
-    values, recurrent = VALUES * WIDTH, of_states(LAYERS)
+    values, recurrent = VALUES * WIDTH, recurrent_before(LAYERS)
     delta_nets = recurrent * HIDDEN * (2 * KEYS * WIDTH + 3 * values + 2 * VALUES)
     attentions = (LAYERS - recurrent) * HIDDEN * WIDTH * 2 * (HEADS + KV_HEADS)
     weights = delta_nets + attentions + LAYERS * 3 * HIDDEN * INTER + VOCAB * HIDDEN
