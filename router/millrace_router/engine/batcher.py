@@ -231,7 +231,7 @@ class Batcher:
             self._deliver(await self._in_flight.receive())
         elif not self._pauses:
             self._in_flight.idle()
-            self._epochs.idle()
+            self._epochs.end_outage()
             self._wake.clear()
             await self._wake.wait()
 

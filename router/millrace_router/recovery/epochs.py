@@ -156,7 +156,6 @@ class EpochManager:
         self._serves = False
         """Whether the epoch has computed a step, or had none to compute."""
         self._has_computed = False
-        """Whether a step of the epoch was computed."""
         self._restart_is_planned = False
         self.recovery: RecoveryPolicy | None = None
         """Knows what KV the next epoch keeps."""
@@ -166,6 +165,8 @@ class EpochManager:
         """`ShardGroup.kv_stores` when the last epoch began."""
         self._serving = asyncio.Event()
         """Set when the launcher reports that restarted shards serve, so that they are tried at once."""
+        self._are_ending = False
+        """Whether the launcher is about to end the shards, which accept a stream until then."""
         self._hang_detector = HangDetector(
             StepTimer(step_seconds, cost),
             oldest=oldest,
@@ -209,6 +210,8 @@ class EpochManager:
         """
         self._serves = self._has_computed = False
         logged, last_restart = {self.status.reason}, time.monotonic()
+        if self._are_ending:
+            await self._wait_until_serving()
         while True:
             try:
                 async with self.interrupt:
@@ -235,12 +238,17 @@ class EpochManager:
                 before, self._kv_stores = self._kv_stores, self._channel.group.kv_stores
                 return self._kv_stores == before
             meanwhile(self.refusal)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REOPEN_SECONDS):
-                    await self._serving.wait()
-                    # Reports from before are of the shards that have ended.
-                    self.interrupt.clear()
-            self._serving.clear()
+            await self._wait_until_serving()
+
+    async def _wait_until_serving(self) -> None:
+        """Return once the launcher reports that the shards serve, or after `REOPEN_SECONDS`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REOPEN_SECONDS):
+                await self._serving.wait()
+                # Reports from before are of the shards that have ended.
+                self.interrupt.clear()
+        self._serving.clear()
+        self._are_ending = False
 
     async def close(self) -> bool:
         """End the epoch for another router; returns whether its effect on KV can be seen afterwards."""
@@ -286,13 +294,10 @@ class EpochManager:
         if not self._has_computed:
             self._has_computed = True
             self._launcher.report_progress()
-        self._end_outage()
+        self.end_outage()
 
-    def idle(self) -> None:
-        """Record that the shards have answered every step, and that there is no further work."""
-        self._end_outage()
-
-    def _end_outage(self) -> None:
+    def end_outage(self) -> None:
+        """Record that the shards serve: they have computed a step, or have none to compute."""
         if self._serves:
             return
         self._serves = True
@@ -315,6 +320,8 @@ class EpochManager:
 
     def _on_restarting(self, is_planned: bool, reason: str) -> None:  # noqa: FBT001
         self._restart_is_planned = is_planned
+        self._are_ending = True
+        self._serving.clear()
         self._begin_outage(reason)
         # The shards may be back before the batcher notices that their streams ended.
         self.interrupt.trigger(ShardLost(reason))

@@ -43,9 +43,7 @@ class LauncherChannel:
         """Called when another router is about to take the shards over."""
         self.on_stay: Callable[[], None] = lambda: None
         """Called when the other router has failed, and this one goes on."""
-        self.on_relay: Callable[[bool, Sequence[socket.socket]], None] = lambda _is_old, _sockets: (
-            None
-        )
+        self.on_relay: Callable[[bool, Sequence[socket.socket]], None] = lambda _is_old, _fds: None
         """Called with two sockets to another router: of the relay, and for connections of clients.
 
         With True as the first argument this router is the old one.

@@ -98,6 +98,32 @@ async def test_shards_that_serve_again_are_tried_whatever_was_reported_before(
     await channel.close()
 
 
+async def test_shards_that_are_about_to_end_get_no_new_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would accept it until the launcher ends them, and an idle router would not miss it."""
+    monkeypatch.setattr(epochs, "REOPEN_SECONDS", 3600.0)
+    channel, launcher = AbsentShards(0), LauncherChannel(None)
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=9)
+    manager = EpochManager(
+        channel, launcher, ShardStatus(1.0), CostModel(), metrics, oldest=lambda: None
+    )
+    watching = manager.watch()
+    launcher.on_serving()
+    launcher.on_restarting(True, "planned")
+    with pytest.raises(ShardLost):
+        async with manager.interrupt:
+            pytest.fail("entered")
+    opening = asyncio.create_task(manager.open(lambda _: None))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not opening.done()
+    launcher.on_serving()
+    await opening
+    watching.cancel()
+    await channel.close()
+
+
 class Launcher(LauncherChannel):
     """A launcher that remembers what it is asked for."""
 
