@@ -29,17 +29,20 @@ from millrace_shard.kernels.cpu.packed_weight import has_integer_products, or_em
 from millrace_shard.kernels.layer_shape import CodedLinears
 from millrace_shard.kernels.toolchain import BuildError, check_owners
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Changes with what is measured."""
 ROWS = (1, 8, 32)
-"""Rows of the measured steps."""
+"""Rows of the measured decodes."""
+PROMPT_ROWS = 128
 SAMPLE_CODES = 1 << 26
 """Weights of the small model."""
-PANEL_CODES = 1 << 22
-"""Weights of one of its linears."""
+PANEL_CODES = 1 << 24
+"""Weights of one of its linears; in smaller ones the rounding of inputs takes a larger part of the time."""
+LEAST_STEP = 0.9
+"""A step that becomes slower than this rules rounding out."""
 PANEL_OUTPUTS = 32
 """Outputs of a linear are a multiple of this."""
-LEAST_ROUNDS, MOST_ROUNDS = 3, 9
+LEAST_ROUNDS, MOST_ROUNDS = 5, 11
 SECONDS = 0.2
 """After so long no further round begins, for each number of rows."""
 CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
@@ -120,25 +123,28 @@ def _write(path: Path, content: dict[str, object]) -> None:
 def _measured(linears: Sequence[CodedLinears], clock: Clock) -> float:
     begin = clock()
     exact, rounded = (_passes(linears, integer=integer) for integer in (False, True))
-    gains = {rows: ratio(exact[rows], rounded[rows], clock=clock, seconds=SECONDS) for rows in ROWS}
+    gains = {rows: ratio(exact[rows], rounded[rows], clock=clock) for rows in exact}
     logger.info(
         "activations in int8 are %s times as fast as exact ones in steps of %s rows; measured once, in %.2f s",
         ", ".join(f"{gain:.2f}" for gain in gains.values()),
         ", ".join(map(str, gains)),
         clock() - begin,
     )
-    return round(overall(gains.values()), 3)
+    prompt = gains.pop(PROMPT_ROWS)
+    return round(overall(gains.values(), prompt), 3)
 
 
-def overall(gains: Collection[float]) -> float:
-    """The geometric mean of the gains of all steps, or the least one where some steps become slower."""
-    return min(gains) if min(gains) < 1 else statistics.geometric_mean(gains)
+def overall(decodes: Collection[float], prompt: float) -> float:
+    """The larger of the gain of prompts and the mean of decodes'; the least one if a step is slower by over a tenth."""
+    least = min(prompt, *decodes)
+    return least if least < LEAST_STEP else max(prompt, statistics.geometric_mean(decodes))
 
 
-def ratio(slow: Call, fast: Call, *, clock: Clock, seconds: float) -> float:
-    """The seconds of `slow` over the seconds of `fast`, medians of rounds in which each is first in turn.
+def ratio(slow: Call, fast: Call, *, clock: Clock, seconds: float = SECONDS) -> float:
+    """The seconds of `slow` over the seconds of `fast`, lower quartiles of rounds in which each is first in turn.
 
-    A first round is not counted. After `seconds` no round begins, but the least number is always run.
+    Other processes start at the same time, and take some rounds' time. A first round is not counted. After `seconds` no
+    round begins, but the least number is always run.
     """
     samples: dict[Call, list[float]] = {slow: [], fast: []}
     begin = clock()
@@ -150,7 +156,8 @@ def ratio(slow: Call, fast: Call, *, clock: Clock, seconds: float) -> float:
             call()
             if number:
                 samples[call].append(clock() - start)
-    return statistics.median(samples[slow]) / statistics.median(samples[fast])
+    quartiles = (sorted(samples[call])[len(samples[call]) // 4] for call in (slow, fast))
+    return next(quartiles) / next(quartiles)
 
 
 def _passes(linears: Sequence[CodedLinears], *, integer: bool) -> dict[int, Call]:
@@ -170,7 +177,7 @@ def _passes(linears: Sequence[CodedLinears], *, integer: bool) -> dict[int, Call
             weights += [(each.inputs, outputs, packed.clone()) for _ in range(copies)]
     if not has_integers:
         raise GainUnknown("no weights of the model stand for integers")
-    return {rows: _pass(weights, rows) for rows in ROWS}
+    return {rows: _pass(weights, rows) for rows in (*ROWS, PROMPT_ROWS)}
 
 
 def _pass(weights: Sequence[tuple[int, int, torch.Tensor]], rows: int) -> Call:

@@ -51,19 +51,27 @@ class Clock:
         return run
 
 
-def test_the_gain_is_the_ratio_of_medians_without_the_first_round() -> None:
+def test_the_gain_is_the_ratio_of_lower_quartiles_without_the_first_round() -> None:
     clock = Clock()
-    slow, fast = clock.call(500.0, 3.0, 90.0, 3.0), clock.call(900.0, 2.0, 2.0, 70.0, 2.0)
-    assert ratio(slow, fast, clock=clock, seconds=1e9) == 1.5
+    slow = clock.call(1.0, 1.0, 90.0, 80.0, 3.0, 70.0, 3.0)
+    fast = clock.call(1.0, 70.0, 2.0, 2.0, 1.0, 60.0, 2.0)
+    assert ratio(slow, fast, clock=clock, seconds=0.0) == 1.5
 
 
 @pytest.mark.parametrize(
-    ("gains", "gain"), [((2.0, 2.0, 2.0), 2.0), ((1.0, 1.0, 8.0), 2.0), ((0.9, 4.0, 4.0), 0.9)]
+    ("decodes", "prompt", "gain"),
+    [
+        ((1.0, 1.0, 8.0), 1.1, 2.0),
+        ((1.0, 1.0, 1.1), 1.4, 1.4),
+        ((0.92, 0.92, 0.92 * 8), 0.9, 1.84),
+        ((0.88, 4.0, 4.0), 4.0, 0.88),
+        ((4.0, 4.0, 4.0), 0.88, 0.88),
+    ],
 )
-def test_a_gain_in_some_steps_counts_unless_others_become_slower(
-    gains: tuple[float, ...], gain: float
+def test_a_gain_in_prompts_or_decodes_counts_unless_a_step_becomes_slower_by_a_tenth(
+    decodes: tuple[float, ...], prompt: float, gain: float
 ) -> None:
-    assert overall(gains) == pytest.approx(gain)
+    assert overall(decodes, prompt) == pytest.approx(gain)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, LEAST_ROUNDS), (1e9, MOST_ROUNDS)])
