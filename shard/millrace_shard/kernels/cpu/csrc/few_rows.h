@@ -89,14 +89,27 @@ class FewRows {
 
   // sums [kRows, 32] = left [kRows, K] x panel. `left` has row `first`.
   void operator()(int64_t panel, const FewLeft& left, int64_t first, float* sums) const {
+    if constexpr (kRows == 1)
+      if (kTogether * w_.block_bytes > kAhead) return multiply_far(panel, left, first, sums);
+    multiply<false>(panel, left, first, sums);
+  }
+
+ private:
+  using Lines = Unpacker<kCodes>;
+  static constexpr int64_t kLines = tiles::kRows / Lines::kRows;  // of a tile and step
+  static constexpr int64_t kAhead = 4096;
+  // A chain of sums waits for each of its products, so several groups are summed at once.
+  static constexpr int kTogether = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
+
+  // With kIsFar, what lies kAhead of a group is another one of them, so that what is fetched lies behind them all.
+  template <bool kIsFar>
+  [[gnu::always_inline]] void multiply(int64_t panel, const FewLeft& left, int64_t first, float* sums) const {
     PanelTotals<kRows> totals;
     int64_t group = 0;
-    // A chain of sums waits for each of its products, so several groups are summed at once.
-    constexpr int kTogether = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
     const int64_t whole = w_.is_half || w_.header->parts > 1 ? 0 : w_.steps / w_.group_steps;
     for (; group + kTogether <= whole; group += kTogether) {
       __m512 partial[kTogether][2][kRows] = {};
-      add_steps<kTogether, false>(panel, GroupSteps::of(w_, group), 0, left, partial);
+      add_steps<kTogether, false, kIsFar>(panel, GroupSteps::of(w_, group), 0, left, partial);
 #pragma GCC unroll 4
       for (int i = 0; i < kTogether; i++) totals.add(w_, rows_, panel, group + i, first, 0, partial[i]);
     }
@@ -108,10 +121,9 @@ class FewRows {
     totals.store(sums);
   }
 
- private:
-  using Lines = Unpacker<kCodes>;
-  static constexpr int64_t kLines = tiles::kRows / Lines::kRows;  // of a tile and step
-  static constexpr int64_t kAhead = 4096;
+  [[gnu::noinline]] void multiply_far(int64_t panel, const FewLeft& left, int64_t first, float* sums) const {
+    multiply<true>(panel, left, first, sums);
+  }
 
   // Adds the products of a group. With tables in two parts, both are multiplied half a step at a time.
   [[gnu::always_inline]] void add_group(int64_t panel, const GroupSteps& steps, const FewLeft& left,
@@ -127,7 +139,7 @@ class FewRows {
   }
 
   // Adds the products of some steps of kGroups groups that follow each other; with kHalf, of one half of a step.
-  template <int kGroups, bool kHalf>
+  template <int kGroups, bool kHalf, bool kIsFar = false>
   [[gnu::always_inline]] void add_steps(int64_t panel, const GroupSteps& steps, int64_t part, const FewLeft& rows,
                                         __m512 (&partial)[kGroups][2][kRows]) const {
     const Lines lines(*w_.header, part);
@@ -136,13 +148,14 @@ class FewRows {
     if (kHalf) codes += steps.half * kLines / 2 * Lines::kLine;
     // Memory bandwidth is the limit for one row and group, whose tiles are taken in the order of memory.
     constexpr int kTiles = kRows == 1 && kGroups == 1 ? 1 : 2;
+    const int64_t ahead = kIsFar ? kGroups * w_.block_bytes : kAhead;
     for (int64_t done = 0; done < steps.count; done++, left += tiles::kTile, codes += w_.step_bytes) {
       const auto add_tiles = [&](auto tile) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int64_t line = 0; line < (kHalf ? kLines / 2 : kLines); line++)
 #pragma GCC unroll 4
           for (int group = 0; group < kGroups; group++)
-            add_line<tile(), kTiles>(lines, codes + line * Lines::kLine + group * w_.block_bytes,
+            add_line<tile(), kTiles>(lines, codes + line * Lines::kLine + group * w_.block_bytes, ahead,
                                      left + group * w_.group_steps * tiles::kTile + line * Lines::kRows * 2,
                                      partial[group]);
       };
@@ -153,13 +166,13 @@ class FewRows {
 
   // Adds the products of a line of kTiles tiles from tile kTile on, which share the left operands.
   template <int kTile, int kTiles>
-  [[gnu::always_inline]] static void add_line(const Lines& lines, const uint8_t* from, const BFloat16* left,
-                                              __m512 (&partial)[2][kRows]) {
+  [[gnu::always_inline]] static void add_line(const Lines& lines, const uint8_t* from, int64_t ahead,
+                                              const BFloat16* left, __m512 (&partial)[2][kRows]) {
     __m512i values[kTiles][Lines::kRows];
 #pragma GCC unroll 2
     for (int tile = 0; tile < kTiles; tile++) {
       const uint8_t* line = from + (kTile + tile) * kLines * Lines::kLine;
-      _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(line) + ahead, _MM_HINT_T0);
       lines(line, values[tile]);
     }
 #pragma GCC unroll 4
