@@ -74,16 +74,20 @@ async def test_shards_that_stay_out_of_reach_are_restarted(monkeypatch: pytest.M
     assert launcher.asked == [f"rank {number % 2} does not listen" for number in range(3)]
 
 
+def manager_of(channel: StepChannel, launcher: LauncherChannel) -> EpochManager:
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=9)
+    return EpochManager(
+        channel, launcher, ShardStatus(1.0), CostModel(), metrics, oldest=lambda: None
+    )
+
+
 async def test_shards_that_serve_again_are_tried_whatever_was_reported_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A router may see that a socket is gone before its launcher reports the end of the shard."""
     monkeypatch.setattr(epochs, "REOPEN_SECONDS", 3600.0)
     channel, launcher = AbsentShards(1), LauncherChannel(None)
-    metrics = Metrics(max_input_tokens=8, max_total_tokens=9)
-    manager = EpochManager(
-        channel, launcher, ShardStatus(1.0), CostModel(), metrics, oldest=lambda: None
-    )
+    manager = manager_of(channel, launcher)
     failed = list[RouterError | None]()
 
     def restart(refusal: RouterError | None) -> None:
@@ -104,10 +108,7 @@ async def test_shards_that_are_about_to_end_get_no_new_stream(
     """They would accept it until the launcher ends them, and an idle router would not miss it."""
     monkeypatch.setattr(epochs, "REOPEN_SECONDS", 3600.0)
     channel, launcher = AbsentShards(0), LauncherChannel(None)
-    metrics = Metrics(max_input_tokens=8, max_total_tokens=9)
-    manager = EpochManager(
-        channel, launcher, ShardStatus(1.0), CostModel(), metrics, oldest=lambda: None
-    )
+    manager = manager_of(channel, launcher)
     watching = manager.watch()
     launcher.on_serving()
     launcher.on_restarting(True, "planned")
