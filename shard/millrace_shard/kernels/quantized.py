@@ -113,6 +113,7 @@ class CodeFormat:
     """None: one group of all inputs."""
     has_offsets: bool = False
     has_input_order: bool = False
+    has_units: bool = False
     e4m3_inputs: bool = False
 
     @classmethod
@@ -124,6 +125,7 @@ class CodeFormat:
             group_size=None if is_whole else weight.group_size,
             has_offsets=weight.offsets is not None,
             has_input_order=weight.input_order is not None,
+            has_units=weight.units is not None,
             e4m3_inputs=weight.e4m3_inputs,
         )
 
@@ -141,6 +143,9 @@ class CodeFormat:
         scales = (torch.rand(groups, generator=generator, device=device) + 0.5) / typical
         scales = scales.half().float()
         zeros = torch.rand(groups, generator=generator, device=device).mul(16).floor()
+        offsets, units = -zeros * scales, None
+        if self.has_units:
+            scales, offsets, units = _random_units(groups, group_size, typical, generator)
         codes = torch.empty(outputs, inputs, dtype=torch.uint8, device=device)
         codes.random_(len(values), generator=generator)
         for code in (~values.isfinite()).nonzero().flatten().tolist():
@@ -150,11 +155,30 @@ class CodeFormat:
             codes=codes,
             values=values,
             scales=scales,
-            offsets=-zeros * scales if self.has_offsets else None,
+            offsets=offsets if self.has_offsets else None,
             group_size=group_size,
             input_order=order if self.has_input_order else None,
+            units=units,
             e4m3_inputs=self.e4m3_inputs,
         )
+
+
+def _random_units(
+    groups: tuple[int, int], group_size: int, typical: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor, ScaleUnits]:
+    """Scales of about 1 / `typical` and offsets of eight times that, as whole numbers of units."""
+    outputs, device = groups[0], generator.device
+    group = torch.arange(groups[1], device=device) * group_size // UNIT_INPUTS
+    shape = (outputs, int(group[-1]) + 1)
+
+    def drawn(mean: float) -> tuple[Tensor, Tensor]:
+        units = (torch.rand(shape, generator=generator, device=device) + 0.5) * (mean / 32)
+        units = units.half().float()
+        counts = torch.randint(1, 64, groups, generator=generator, device=device)
+        return counts * units[:, group], units
+
+    (scales, of_scales), (offsets, of_offsets) = drawn(1 / typical), drawn(8 / typical)
+    return scales, -offsets, ScaleUnits(of_scales, of_offsets)
 
 
 MOST_VALUES = 256

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,10 +19,9 @@ from torch import Tensor
 from millrace_shard.kernels.kept_results import kept_results
 from millrace_shard.kernels.layer_weights import LinearWeights
 from millrace_shard.kernels.quantized import (
-    UNIT_INPUTS,
+    CodeFormat,
     PlainQuantizedLinear,
     QuantizedTensor,
-    ScaleUnits,
     fit_groups,
     have_common_form,
     in_common_form,
@@ -66,7 +65,7 @@ def packed_codes(
         if form is None:
             continue
         input_bytes = is_integer * (2 if wide else 1)
-        if not _agrees(_Form.of(form[0], input_bytes)):
+        if not _agrees(CodeFormat.of(form[0]), form[0].shape[1], input_bytes):
             return None
         return _pack(form, input_bytes, gated=gated)
     size = common[0].group_size
@@ -127,72 +126,25 @@ def _pack(parts: list[QuantizedTensor], input_bytes: int, *, gated: bool) -> Ten
     return packed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """The properties of a weight that the operator's choice of code depends on."""
-
-    inputs: int
-    group_size: int
-    values: tuple[float, ...]
-    has_offsets: bool
-    has_order: bool
-    has_units: bool
-    input_bytes: int
-
-    @classmethod
-    def of(cls, part: QuantizedTensor, input_bytes: int) -> _Form:
-        return cls(
-            inputs=part.shape[1],
-            group_size=part.group_size,
-            values=tuple(part.values.nan_to_num(0.0).tolist()),
-            has_offsets=part.offsets is not None,
-            has_order=part.input_order is not None,
-            has_units=part.units is not None,
-            input_bytes=input_bytes,
-        )
-
-    def random(self, generator: torch.Generator) -> QuantizedTensor:
-        """A small weight of this form."""
-        values, inputs = torch.tensor(self.values), self.inputs
-        codes = torch.randint(len(values), (CHECKED_OUTPUTS, inputs), generator=generator)
-        shape = CHECKED_OUTPUTS, -(-inputs // self.group_size)
-        scales, offsets = (torch.rand(shape, generator=generator) for _ in range(2))
-        units = None
-        if self.has_units:
-            shape = CHECKED_OUTPUTS, -(-inputs // UNIT_INPUTS)
-            of_scales, of_offsets = (torch.rand(shape, generator=generator) for _ in range(2))
-            units = ScaleUnits(of_scales, of_offsets).each(lambda each: each.half().float() / 64)
-            group = torch.arange(0, inputs, self.group_size) // UNIT_INPUTS
-            scales = (scales * 64).ceil() * units.scales[:, group]
-            offsets = (offsets * 64).ceil() * units.offsets[:, group]
-        order = torch.randperm(inputs, generator=generator)
-        return QuantizedTensor(
-            codes=codes.to(torch.uint8),
-            values=values,
-            scales=scales if self.has_units else scales / values.abs().max(),
-            offsets=offsets - (0.0 if self.has_units else 0.5) if self.has_offsets else None,
-            group_size=self.group_size,
-            input_order=order if self.has_order else None,
-            units=units,
-        )
-
-
 @functools.cache
-def _agrees(form: _Form) -> bool:
-    return kept_results().passed(f"packed weight {form}", lambda: _is_like_plain(form))
+def _agrees(form: CodeFormat, inputs: int, input_bytes: int) -> bool:
+    return kept_results().passed(
+        f"packed weight {form} of {inputs} inputs for {input_bytes} bytes",
+        lambda: _is_like_plain(form, inputs, input_bytes),
+    )
 
 
-def _is_like_plain(form: _Form) -> bool:
+def _is_like_plain(form: CodeFormat, inputs: int, input_bytes: int) -> bool:
     """Compare the operator with the plain twin on a small weight of this form, and rows with themselves."""
+    weight = form.random(CHECKED_OUTPUTS, inputs, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    weight = form.random(generator)
-    x = torch.randn(max(CHECKED_ROWS), form.inputs, generator=generator).bfloat16()
+    x = torch.randn(max(CHECKED_ROWS), inputs, generator=generator).bfloat16()
     # Rounding to 16 bits is within the tolerance.
-    expected = PlainQuantizedLinear(weight, None, integer=form.input_bytes == 1)(x)
-    size = x.double().abs() @ weight.dequantized().double().abs().T
-    if weight.offsets is not None:
-        size += x.double().abs().sum(1, keepdim=True)
-    packed = _pack([weight], form.input_bytes, gated=False)
+    expected = PlainQuantizedLinear(weight, None, integer=input_bytes == 1)(x)
+    values = replace(weight, offsets=None).dequantized().double()
+    products = values.abs() + (weight.dequantized().double() - values).abs()
+    size = x.double().abs() @ products.T
+    packed = _pack([weight], input_bytes, gated=False)
     whole = None
     for rows in sorted(CHECKED_ROWS, reverse=True):
         y = torch.empty(rows, CHECKED_OUTPUTS)
@@ -202,8 +154,8 @@ def _is_like_plain(form: _Form) -> bool:
         if not is_close or not torch.equal(y, whole[:rows]):
             logger.warning(
                 "dequantized: on this CPU the operator is wrong for groups of %d of %d inputs",
-                form.group_size,
-                form.inputs,
+                weight.group_size,
+                inputs,
             )
             return False
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from millrace_shard.kernels.cpu.activation_gain import (
     ratio,
 )
 from millrace_shard.kernels.layer_shape import CodedLinears
-from millrace_shard.kernels.quantized import CodeFormat
+from millrace_shard.kernels.quantized import UNIT_INPUTS, CodeFormat
 from millrace_shard.kernels.toolchain import BuildError
 
 INT4 = CodeFormat(values=tuple(range(-8, 8)), group_size=64)
@@ -181,3 +182,21 @@ def test_weights_that_stand_for_no_integers_have_no_gain(folder: Path) -> None:
     with pytest.raises(GainUnknown, match="no weights of the model"):
         kept_gain((), clock=Ticks())
     assert not list(folder.glob("*.json"))
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_weights_are_measured_in_the_layout_of_the_files(has_units: bool) -> None:
+    """K-quants count their scales in units, and have a kernel of their own."""
+    form = CodeFormat(values=tuple(range(16)), group_size=32, has_offsets=True, has_units=has_units)
+    weight = form.random(64, 640, torch.device("cpu"))
+    assert CodeFormat.of(weight) == form
+    assert weight.offsets is not None
+    assert float(weight.dequantized().std()) == pytest.approx(640**-0.5, rel=0.5)
+    if weight.units is not None:
+        group = torch.arange(0, 640, 32) // UNIT_INPUTS
+        for part, units in zip((weight.scales, weight.offsets), astuple(weight.units), strict=True):
+            assert torch.equal(units, units.half().float())
+            counts = part / units[:, group]
+            assert torch.equal(counts, counts.round())
+            assert float(counts.abs().max()) < 64
+        assert not torch.equal(weight.units.scales[:, :1], weight.units.scales[:, 1:2])
