@@ -19,6 +19,9 @@ from millrace_router.scheduler.prefill import ChunkedPrefill
 from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 
+MOST_STEPS_BEFORE_TILE = 4
+"""Steps with prompts that go on while a picture waits to be encoded."""
+
 
 class Planner:
     """Plans steps; owns rows and blocks.
@@ -61,8 +64,8 @@ class Planner:
         self._multi_token = MultiTokenRows(blocks, drafts)
         self.images = images
         self._cost = cost
-        self._has_encoded = False
-        """Whether the last step has encoded a tile of a picture."""
+        self._steps_since_tile = MOST_STEPS_BEFORE_TILE
+        """Steps since the last one that encoded a tile of a picture."""
         self._admission = Admission(budgets, blocks, images)
         self._prefill = ChunkedPrefill(
             budgets,
@@ -252,9 +255,9 @@ class Planner:
         """Plan prompts and decodes, or a tile of a picture in turn with them; whether no tile comes first."""
         for seniority, request in images.take_ready():
             self._admission.readmit(seniority, request)
-        if not self._has_encoded and self._encodes(images, plan, last_sent):
+        if self._is_turn_of_tile(waiting) and self._encodes(images, plan, last_sent):
             return False
-        self._has_encoded = False
+        self._steps_since_tile += 1
         self._prefill.plan(waiting, plan)
         if plan.has_forward or (not self._encodes(images, plan, last_sent) and images.lacks_slots):
             plan.freed_images = images.take_freed(last_sent + 1)
@@ -268,8 +271,14 @@ class Planner:
         plan.encodes.append(part)
         plan.load = StepLoad(tiles=part.cost)
         plan.freed_images = images.take_freed(last_sent + 1)
-        self._has_encoded = True
+        self._steps_since_tile = 0
         return True
+
+    def _is_turn_of_tile(self, waiting: RequestQueue) -> bool:
+        """Return whether a tile comes before a step of the rows, which do not wait for both a tile and prompts."""
+        has_prompts = len(waiting) or self._admission.num_paused or self._prefill.has_prompts
+        least = MOST_STEPS_BEFORE_TILE if self.rows and has_prompts else 1
+        return self._steps_since_tile >= least
 
     def _most_encoder_layers(self, images: ImageFeatures) -> int:
         """Return layers that take no longer than a step of the rows, or than the goal leaves them; all without rows."""

@@ -147,6 +147,11 @@ class ChunkedPrefill:
         rows = [row for row in self._rows.values() if not row.num_tokens_planned]
         return sorted(rows, key=lambda row: row.seniority)
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a row's prompt lacks tokens."""
+        return bool(self._left())
+
     def _left(self) -> list[Row]:
         """Return the rows whose prompt lacks tokens by now."""
         self._pending = [row for row in self._pending if row.num_prompt_left]

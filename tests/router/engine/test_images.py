@@ -17,6 +17,7 @@ from millrace_router.engine.image_loading import MAX_FAILURES
 from millrace_router.errors import GenerationError, NonFiniteOutput, Quarantined
 from millrace_router.request.images import Mask, PreparedImage
 from millrace_router.request.request import ValidRequest
+from millrace_router.scheduler.planner import MOST_STEPS_BEFORE_TILE
 from millrace_testing.router.fake_router import (
     DirectShards,
     collect,
@@ -144,6 +145,26 @@ async def test_running_streams_go_on_between_two_tiles() -> None:
         if one == other
     }
     assert all(len(step.encode.units) <= 1 for step in shard.steps)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 12])
+async def test_streams_wait_for_a_tile_or_for_prompts_and_only_after_some_steps_for_both(
+    num_prompts: int,
+) -> None:
+    shard = reads_images()
+    async with running(new_batcher(DirectShards(shard), shard)) as batcher:
+        text = batcher.submit(request([1, 2], 60))
+        await next_token(text)
+        others = [batcher.submit(request([number] * 30, 1)) for number in range(num_prompts)]
+        image = batcher.submit(request_with([CAT], 2))
+        await asyncio.gather(*map(collect, (image, text, *others)))
+    kinds = [step.WhichOneof("work") for step in shard.steps]
+    beside_prompts = 0
+    for index, kind in enumerate(kinds):
+        if kind == "encode" and "prefill" in kinds[index + 1 : index + 2]:
+            beside_prompts += 1
+            assert "encode" not in kinds[index - MOST_STEPS_BEFORE_TILE : index]
+    assert (beside_prompts > 0) == (num_prompts > 1)
 
 
 async def test_a_tile_is_encoded_as_a_whole_alone_and_layer_by_layer_beside_streams() -> None:
