@@ -81,13 +81,15 @@ class Flag:
         """The type for the launcher's --help: INT, STR, …"""
         kind = self._kinds[0]
         kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
+        if get_origin(kind) is Literal:
+            return self.name.upper().rpartition("_")[2].removesuffix("S")
         words = {"ByteSize": "BYTES", "bool": "true|false"}
         name = str(kind.__name__)
         return words.get(name, name.upper())
 
     @property
     def type_text(self) -> str:
-        """The type for --help of the planes, such as `tuple[str,...]`."""
+        """The type for --help of the planes, such as `str,...`."""
         return _type_text(self.field.annotation)
 
     @property
@@ -222,8 +224,8 @@ def _plane_help(flag: Flag, *, is_named: bool = True) -> str:
     words = [flag.help]
     if flag.field.is_required():
         words += ["(required)"] if is_named else []
-    elif flag.field.default is not None:
-        words.append(f"(default: {flag.field.default})")
+    elif (default := flag.field.default) not in (None, ()):
+        words.append(f"(default: {as_text(default) if isinstance(default, tuple) else default})")
     return " ".join(words).replace("%", "%%")
 
 
@@ -236,9 +238,9 @@ def _type_text(type_: Any) -> str:  # noqa: ANN401
         return _one_of([str(word) for word in get_args(type_)])
     if origin in (Union, types.UnionType):
         return _one_of([_type_text(each) for each in get_args(type_) if each is not type(None)])
-    if origin is not None:
-        return f"{origin.__qualname__}[{','.join(map(_type_text, get_args(type_)))}]"
-    return "..." if type_ is ... else str(type_.__qualname__)
+    if origin is tuple:
+        return f"{_type_text(get_args(type_)[0])},..."
+    return "bytes" if type_.__qualname__ == "ByteSize" else str(type_.__qualname__)
 
 
 def _one_of(words: Sequence[str]) -> str:

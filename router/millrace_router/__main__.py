@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,12 @@ from importlib import import_module
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the router, or one of its other commands; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments == ["print-schema"]:
+    if arguments[:1] == ["print-schema"]:
+        parser = argparse.ArgumentParser(
+            "millrace-router print-schema",
+            description="Print the description of the API, as /openapi.json has it.",
+        )
+        parser.parse_args(arguments[1:])
         document = import_module("millrace_router.api.openapi.document")
         sys.stdout.write(document.openapi_json().decode() + "\n")
         return 0

@@ -7,14 +7,17 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "serve": "millrace_shard.commands.serve",
-    "download-weights": "millrace_shard.commands.download_weights",
-    "convert": "millrace_shard.commands.convert",
-    "reference": "millrace_shard.commands.reference",
-    "fork-server": "millrace_shard.commands.fork_server",
-    "gpus": "millrace_shard.commands.device_settings",
+    "serve": ("serve", "serve a rank of a model to a router"),
+    "download-weights": ("download_weights", "bring the files of a model to the cache"),
+    "convert": ("convert", "write pickles of PyTorch as safetensors"),
+    "reference": ("reference", "answer prompts with plain `transformers`, to compare"),
+    "fork-server": ("fork_server", "load a model once and fork its shards, for the launcher"),
+    "gpus": ("device_settings", "print which GPUs shards can use, as JSON"),
 }
-USAGE = f"usage: millrace-shard {{{','.join(COMMANDS)}}} ...\n"
+"""By name, the module and one line of help."""
+USAGE = "usage: millrace-shard COMMAND [ARGUMENT ...]\n\ncommands:\n" + "".join(
+    f"  {name:16} {text}\n" for name, (_, text) in COMMANDS.items()
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         wants_help = bool(arguments) and arguments[0] in ("-h", "--help")
         (sys.stdout if wants_help else sys.stderr).write(USAGE)
         return 0 if wants_help else 2
-    status: int = importlib.import_module(COMMANDS[arguments[0]]).main(arguments[1:])
+    module = f"millrace_shard.commands.{COMMANDS[arguments[0]][0]}"
+    status: int = importlib.import_module(module).main(arguments[1:])
     return status
 
 

@@ -103,8 +103,8 @@ class PlaceFlags(BaseModel):
     )
     allow_insecure_tcp: bool = Field(
         default=False,
-        description="Serve without TLS at an --address that other hosts may reach: only in a network "
-        "where everyone may use the model.",
+        description="Permit connections of router and shards without TLS where other hosts may reach them: "
+        "only in a network where everyone may use the model.",
     )
     launcher_fd: int | None = Field(
         default=None,
@@ -430,13 +430,15 @@ class ShardConfig(
     )
 
     @classmethod
-    def from_args(cls, argv: Sequence[str]) -> Self:
+    def from_args(
+        cls, argv: Sequence[str], *, command: str = "serve", description: str | None = None
+    ) -> Self:
         """Read the command line and the environment; exit 2 with a message when either is wrong."""
         values = read_arguments(
             cls.model_fields,
             argv,
-            program="millrace-shard serve",
-            description=cls.__doc__,
+            program=f"millrace-shard {command}",
+            description=description or cls.__doc__,
             positional="model_folder",
         )
         try:

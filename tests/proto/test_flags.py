@@ -44,9 +44,8 @@ def test_the_help_has_type_and_default_of_each_flag(capsys: pytest.CaptureFixtur
     for line in (
         "--folder Path Where. (required)",
         "--port int, -p int Listens; 5 % of the time. (default: 3000)",
-        "--names tuple[str,...]",
-        "Several. (default: ())",
-        "--sizes tuple[int,...]",
+        "--names str,... Several.",
+        "--sizes int,... Sizes.",
         "--mode {on,off} Mode.",
         "--fast Faster. (default: False)",
     ):

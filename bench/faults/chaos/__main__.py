@@ -1,7 +1,7 @@
 """`python -m bench.faults.chaos`: break the server under load, compare every answer, and audit what is left.
 
-`--scene` picks one of the named campaigns: `kills`, `hangs`, `hand-overs`, `poison`, `overload`, `soak`, or `all` kinds
-of faults in random order. Further flags change it: `--scene kills --num-shard 2 --flags=--quantize=int4`.
+`--scene` picks one of the named campaigns: `kills`, `hangs`, `hand-overs`, `poison`, `crowd`, `overload`, `soak`, or
+`all` kinds of faults in random order. Further flags change it: `--scene kills --num-shard 2 --flags=--quantize=int4`.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ class Parser(argparse.ArgumentParser):
             usage=f"{program} {model} [FLAG ...]",
             description=description,
             formatter_class=_Formatter,
-            epilog="Exit codes: 0 after SIGTERM or SIGINT; 1 when something cannot be had or started, or the router"
-            " dies again and again; 2 for a wrong command line; 3 when the shards die again and again.",
+            epilog="Exit codes: 0 after SIGTERM or SIGINT; 1 when something is missing or does not start, or the"
+            " router dies repeatedly; 2 for a wrong command line; 3 when the shards die repeatedly.",
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )

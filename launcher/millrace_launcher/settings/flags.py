@@ -84,7 +84,7 @@ def flags_of(
 NO_EFFECT = ("No effect", "Refused:", "Old name of")
 """Beginnings of the descriptions of flags that are accepted for TGI's sake."""
 LAST = "Accepted for TGI, without effect"
-OTHERS = "Others"
+OTHERS = "Ranks and addresses"
 NAMES: dict[str, str] = {
     "Model": "model_id task revision tokenizer_name mmproj tokenizer_config_path quantize quantize_activations dtype"
     " packed_weights_size kv_cache_dtype"

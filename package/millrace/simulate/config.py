@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
@@ -24,9 +25,12 @@ SERVER_TIMEOUT_SECONDS = 10.0
 READ_ONLY = ("cost_model", "step_ratios", "window_groups")
 """Fields without a flag; they are read from a server or a file."""
 
-EXAMPLE = """\
+_BY_ITSELF = "millrace-simulate"
+PROGRAM = _BY_ITSELF if Path(sys.argv[0]).name == _BY_ITSELF else "millrace simulate"
+"""As it was typed, by itself or through `millrace`."""
+EXAMPLE = f"""\
 example:
-  millrace-simulate --server http://localhost:3000 --rate 40 --requests 20000 \\
+  {PROGRAM} --server http://localhost:3000 --rate 40 --requests 20000 \\
     --prompt-tokens lognormal:400:1:3000 --output-tokens lognormal:150:0.8:1000 \\
     --sweep max-batch-prefill-tokens=512,1024,2048,4096 --plot budgets.svg
 """
@@ -191,7 +195,7 @@ def _deployment_of(values: Mapping[str, Any]) -> dict[str, Any]:
 def new_parser() -> argparse.ArgumentParser:
     """The parser of the command line; it raises ConfigError."""
     parser = _Parser(
-        prog="millrace-simulate",
+        prog=PROGRAM,
         description="Run the router's scheduler under a virtual clock: what would this load see?",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -13,6 +13,8 @@ from typing import NoReturn
 from millrace.verify.comparison import REFERENCE_TOLERANCE
 from millrace_launcher.host.runtime import millrace_version
 
+PROGRAM = "millrace-verify" if Path(sys.argv[0]).name == "millrace-verify" else "millrace verify"
+"""As it was typed, by itself or through `millrace`."""
 CASES: Mapping[str, str] = {
     "batched": "solo against batched, and with unrelated traffic",
     "chunked": "prompts computed whole against in chunks",
@@ -20,8 +22,8 @@ CASES: Mapping[str, str] = {
     "preempted": "undisturbed against paused and replayed, for want of KV blocks",
     "restarted": "undisturbed against a shard killed mid-stream",
     "speculated": "without speculation against with it",
-    "tensor-parallel": "one shard against several, and those alone against batched",
-    "adapters": "LoRA adapters and the base, alone against mixed, and against a shard killed mid-stream",
+    "tensor-parallel": "one shard against several, and those by themselves against batched",
+    "adapters": "LoRA adapters and the base, by themselves against mixed, and against a shard killed mid-stream",
     "transformers": f"plain transformers in float32: greedy tokens, logprobs within {REFERENCE_TOLERANCE:g}",
 }
 DESCRIPTION = """\
@@ -32,12 +34,12 @@ served by servers of this command's own; of a running server, by URL, what can b
 EPILOG = (
     "cases:\n"
     + "\n".join(f"  {name:16} {text}" for name, text in CASES.items())
-    + """
+    + f"""
 
-Flags of millrace-launcher after a lone -- go to every server: millrace-verify my/model -- --dtype bfloat16
+Flags of millrace-launcher after a lone -- go to every server: {PROGRAM} my/model -- --dtype bfloat16
 
 exit codes: 0 when everything promised held; 1 when a promise was broken, or a circumstance did not come about;
-2 for a wrong command line, or when no server could be had.
+2 for a wrong command line, or when no server could be started or reached.
 """
 )
 
@@ -111,8 +113,8 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str] | None = None) 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="millrace-verify",
-        usage="millrace-verify [MODEL_DIR | MODEL_ID | URL] [FLAG ...] [-- LAUNCHER_FLAG ...]",
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [MODEL_DIR | MODEL_ID | URL] [FLAG ...] [-- LAUNCHER_FLAG ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -136,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JOURNAL",
         help="in place of the cases: run what --journal recorded again, and compare the answers",
     )
-    add("--epoch", type=int, metavar="N", help="of the journal, this one alone")
+    add("--epoch", type=int, metavar="N", help="of the journal, only this one")
     add("-V", "--version", action="version", version=f"millrace {millrace_version()}")
     return parser
 

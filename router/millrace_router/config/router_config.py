@@ -171,8 +171,8 @@ class RecoveryFlags(BaseModel):
     )
     journal_tokens: bool = Field(
         default=False,
-        description="Record token ids, log probabilities and grammars as well: all of the requests and "
-        "answered can be read from them.",
+        description="Record token ids, log probabilities and grammars as well: requests and answers can be "
+        "read from them.",
     )
     journal_max_bytes: int = Field(
         default=1 << 30,

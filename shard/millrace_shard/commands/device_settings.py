@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -60,7 +61,12 @@ def choose_device(config: ShardConfig) -> torch.device:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print, as JSON, what the launcher asks before it chooses the number of shards: the GPUs that they can use."""
-    sys.stdout.write(json.dumps(asdict(report(plain=PLAIN in (argv or ())))) + "\n")
+    parser = argparse.ArgumentParser("millrace-shard gpus", description=main.__doc__)
+    parser.add_argument(
+        PLAIN, action="store_true", help="count GPUs on which only plain PyTorch runs, too"
+    )
+    plain = parser.parse_args(argv).disable_custom_kernels
+    sys.stdout.write(json.dumps(asdict(report(plain=plain))) + "\n")
     return 0
 
 

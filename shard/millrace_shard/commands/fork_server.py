@@ -58,6 +58,9 @@ from millrace_shard.weights.packed_weights import KEEPING
 from millrace_shard.weights.quantized.quantization_config import is_quantized
 
 COMMAND, SHARD_COMMAND = b"fork-server", b"serve"
+DESCRIPTION = (
+    "Load a model once, and fork shards of it when the launcher asks; for the launcher's use."
+)
 ARGUMENTS_FIELD = 45
 """The address of a process's arguments among the fields of /proc/PID/stat behind its name."""
 MESSAGE_BYTES = 4096
@@ -69,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Fork shards until the launcher closes its socket; end as `serve` does after an error of loading."""
-    run_command(argv, _run)
+    run_command(argv, _run, command=COMMAND.decode(), description=DESCRIPTION)
 
 
 def _run(config: ShardConfig, stages: Stages) -> None:

@@ -53,9 +53,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     run_command(argv, serve)
 
 
-def run_command(argv: Sequence[str] | None, run: Callable[[ShardConfig, Stages], None]) -> NoReturn:
-    """Run with the flags of the command line, and end the process as `end_after` does."""
-    config = ShardConfig.from_args(sys.argv[1:] if argv is None else argv)
+def run_command(
+    argv: Sequence[str] | None, run: Callable[[ShardConfig, Stages], None], **words: str
+) -> NoReturn:
+    """Run with the flags of the command line, of whose help are `words`, and end the process as `end_after` does."""
+    config = ShardConfig.from_args(sys.argv[1:] if argv is None else argv, **words)
     configure(config.threshold, json_output=config.json_output)
     die_with_parent()
     # During loading nothing needs an orderly stop.

@@ -425,6 +425,7 @@ def test_the_help_shows_flags_with_default_and_meaning(capsys: pytest.CaptureFix
         assert flag.option in words
         assert flag.help
     assert "HTTP port. [3000]" in words
+    assert "--task TASK [TASK ...]" in words
     positions = [
         words.index(f"{group}:") for group in ("examples", "Model", *list(NAMES)[1:], LAST)
     ]

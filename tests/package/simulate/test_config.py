@@ -223,4 +223,4 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main(["--help"])
     assert raised.value.code == 0
-    assert "millrace-simulate --server http://localhost:3000" in capsys.readouterr().out
+    assert "millrace simulate --server http://localhost:3000" in capsys.readouterr().out

@@ -206,6 +206,13 @@ async def test_every_route_is_documented_and_no_other() -> None:
     assert len(BY_NAME) == len(OPERATIONS)
 
 
+def test_printing_the_document_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["print-schema", "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: millrace-router print-schema ")
+
+
 async def test_the_document_is_served_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["print-schema"]) == 0
     printed = capsys.readouterr().out
