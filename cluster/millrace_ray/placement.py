@@ -43,7 +43,7 @@ class Placement:
     def run(self) -> None:
         """Keep the ranks placed. Raises ClusterError."""
         group = self._reserve()
-        self._actors = [self._new_actor(group, place) for place in range(self._spec.num_nodes)]
+        self._actors = [self._new_actor(group, node) for node in range(self._spec.num_nodes)]
         self._hosts = [self._host_of(actor) for actor in self._actors]
         self._check_versions()
         self._start(range(len(self._actors)))
@@ -76,7 +76,7 @@ class Placement:
             )
         return group
 
-    def _new_actor(self, group: PlacementGroup, place: int) -> Any:  # noqa: ANN401
+    def _new_actor(self, group: PlacementGroup, node: int) -> Any:  # noqa: ANN401
         bundle = self._spec.bundle
         return (
             ray.remote(RankActor)
@@ -85,7 +85,7 @@ class Placement:
                 num_gpus=bundle.get("GPU", 0),
                 max_restarts=-1,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=place
+                    placement_group=group, placement_group_bundle_index=node
                 ),
                 runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
             )
@@ -101,52 +101,52 @@ class Placement:
         if found := difference(self._hosts, millrace=VERSION):
             raise ClusterError(found)
 
-    def _start(self, places: Sequence[int]) -> None:
+    def _start(self, nodes: Sequence[int]) -> None:
         """Start the ranks of these hosts, and tell where all are."""
         spec, master = self._spec, self._hosts[0]
         starts = []
-        for place in places:
-            host = self._hosts[place]
+        for node in nodes:
+            host = self._hosts[node]
             argv = (
                 *spec.argv,
                 f"--world-size={spec.num_shard}",
-                f"--first-rank={place * spec.shards_per_node}",
+                f"--first-rank={node * spec.shards_per_node}",
                 f"--num-shard={spec.shards_per_node}",
                 f"--master-addr={master.address}",
                 f"--master-port={master.ports[0]}",
                 f"--address={_joined(host.address, host.ports[1])}",
             )
             starts.append(
-                self._actors[place].start.remote(argv, self._authority.issue(host.address))
+                self._actors[node].start.remote(argv, self._authority.issue(host.address))
             )
         ray.get(starts)
         addresses = [_joined(host.address, port) for host in self._hosts for port in host.ports[1:]]
         self._placed(addresses, self._files)
 
     def _moved(self) -> list[int]:
-        """The places whose actor was placed anew, or whose ranks' supervisor has ended."""
+        """The nodes whose actor was placed anew, or whose ranks' supervisor has ended."""
         found = []
-        for place in range(len(self._actors)):
-            if not self._runs(place):
-                self._hosts[place] = self._wait_for(place)
-                found.append(place)
+        for node in range(len(self._actors)):
+            if not self._runs(node):
+                self._hosts[node] = self._wait_for(node)
+                found.append(node)
         return found
 
-    def _runs(self, place: int) -> bool:
+    def _runs(self, node: int) -> bool:
         """Whether the actor runs its ranks. Raises ClusterError if its ranks gave up."""
         try:
-            state: State = ray.get(self._actors[place].state.remote(), timeout=ASK_SECONDS)
+            state: State = ray.get(self._actors[node].state.remote(), timeout=ASK_SECONDS)
         except GONE:
             return False
         if state.exit_code is not None:
-            address = self._hosts[place].address
+            address = self._hosts[node].address
             raise ClusterError(f"the ranks on {address} ended with exit code {state.exit_code}")
         return state.has_started
 
-    def _wait_for(self, place: int) -> Host:
+    def _wait_for(self, node: int) -> Host:
         while True:
             try:
-                return self._host_of(self._actors[place])
+                return self._host_of(self._actors[node])
             except GONE:
                 time.sleep(WATCH_SECONDS)
 

@@ -59,5 +59,5 @@ class Files:
 
 def placed_line(addresses: Sequence[str], files: Files) -> str:
     """Say where all ranks are."""
-    told = {"addresses": list(addresses), **{k: str(v) for k, v in asdict(files).items()}}
-    return json.dumps({KEY: told})
+    placement = {"addresses": list(addresses), **{k: str(v) for k, v in asdict(files).items()}}
+    return json.dumps({KEY: placement})

@@ -82,14 +82,14 @@ def read_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            found = parse(number, line)
-            if isinstance(found, BatchRequest):
-                if found.custom_id in seen:
+            entry = parse(number, line)
+            if isinstance(entry, BatchRequest):
+                if entry.custom_id in seen:
                     reason = "there is an earlier line with this custom_id"
-                    found = BadLine(number, found.custom_id, "duplicate_custom_id", reason)
+                    entry = BadLine(number, entry.custom_id, "duplicate_custom_id", reason)
                 else:
-                    seen.add(found.custom_id)
-            yield found
+                    seen.add(entry.custom_id)
+            yield entry
 
 
 def parse(number: int, line: bytes) -> BatchRequest | BadLine:

@@ -97,9 +97,9 @@ class ClusterShards(RemoteShards):
 
     def _takes_line(self, line: str) -> bool:
         try:
-            told = json.loads(line)[KEY]
-            files = (Path(told[name]) for name in ("cert", "key", "ca"))
-            self.placed = Placed(tuple(told["addresses"]), *files)
+            placement = json.loads(line)[KEY]
+            files = (Path(placement[name]) for name in ("cert", "key", "ca"))
+            self.placed = Placed(tuple(placement["addresses"]), *files)
         except (ValueError, KeyError, TypeError):
             return False
         log.info("The shards are at %s", ", ".join(self.placed.addresses))

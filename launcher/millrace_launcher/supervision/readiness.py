@@ -76,11 +76,11 @@ async def router_ready(base: str) -> None:
 
 async def _poll(ask: Callable[[], Awaitable[bool]], *, say: str) -> None:
     """Ask until the answer is yes; log `say` every SAY_SECONDS."""
-    said = time.monotonic()
+    logged_at = time.monotonic()
     while not await ask():
-        if time.monotonic() - said >= SAY_SECONDS:
+        if time.monotonic() - logged_at >= SAY_SECONDS:
             log.info("%s", say)
-            said = time.monotonic()
+            logged_at = time.monotonic()
         await asyncio.sleep(POLL_SECONDS)
 
 

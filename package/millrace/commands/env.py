@@ -42,13 +42,13 @@ def main(argv: Sequence[str]) -> int:
         "It has no host name, no user name, no path and no value of a variable.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given = parser.parse_args(argv)
-    found = dict(facts())
-    if given.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    arguments = parser.parse_args(argv)
+    report = dict(facts())
+    if arguments.json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        width = max(map(len, found))
-        sys.stdout.writelines(f"{name:{width}}  {value}\n" for name, value in found.items())
+        width = max(map(len, report))
+        sys.stdout.writelines(f"{name:{width}}  {value}\n" for name, value in report.items())
     return 0
 
 

@@ -142,15 +142,15 @@ def _no_server(base: str, error: Exception) -> str | None:
 def refusal(status: int, body: bytes) -> RequestError:
     """The error of an answer: the server's own words where it is JSON as OpenAI or TGI has it."""
     try:
-        found = orjson.loads(body)
+        payload = orjson.loads(body)
     except ValueError:
-        found = None
-    error = found.get("error", found) if isinstance(found, dict) else None
+        payload = None
+    error = payload.get("error", payload) if isinstance(payload, dict) else None
     if isinstance(error, dict):
         kind = str(error.get("type") or error.get("code") or "error")
         return RequestError(status, kind, str(error.get("message") or error))
-    if isinstance(error, str) and isinstance(found, dict):
-        return RequestError(status, str(found.get("error_type") or "error"), error)
+    if isinstance(error, str) and isinstance(payload, dict):
+        return RequestError(status, str(payload.get("error_type") or "error"), error)
     text = body[:200].decode(errors="replace").strip()
     return RequestError(status, "error", f"status {status}: {text}")
 

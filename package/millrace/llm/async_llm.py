@@ -73,24 +73,24 @@ class RequestSlots:
         if not self._waiting and self._free >= wanted:
             self._free -= wanted
             return
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append((place, wanted))
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((future, wanted))
         try:
-            await place
+            await future
         except asyncio.CancelledError:
             # The places may have been given at the same moment, and others may fit where this one waited.
-            self._give(0 if place.cancelled() else wanted)
+            self._give(0 if future.cancelled() else wanted)
             raise
 
     def _give(self, count: int) -> None:
         self._free += count
         while self._waiting:
-            place, wanted = self._waiting[0]
-            if not place.cancelled():
+            future, wanted = self._waiting[0]
+            if not future.cancelled():
                 if wanted > self._free:
                     return
                 self._free -= wanted
-                place.set_result(None)
+                future.set_result(None)
             self._waiting.popleft()
 
 

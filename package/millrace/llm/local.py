@@ -51,12 +51,12 @@ class Local:
             body = self._read({**params.body(), "prompt": text}, CompletionRequest)
             body.check(services.limits)
             _check(body)
-            asked = replace(
+            request = replace(
                 body.generation(services.dialect),
                 prompt=prompt,
                 adapter=self._adapter(body.model),
             )
-            generations = await self._started(asked, body.num_choices, cleanup)
+            generations = await self._started(request, body.num_choices, cleanup)
             texts = [
                 ChoiceText(body.stop_sequences, output_options=body.output_options)
                 for _ in generations
@@ -90,21 +90,21 @@ class Local:
 
     async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
         with _typed():
-            asked = self._read(body, EmbeddingsRequest)
+            request = self._read(body, EmbeddingsRequest)
             check_task(Task.EMBED, self._services.limits)
-            source = PoolingInput(asked.input, "input", self._adapter(asked.model))
-            specials = asked.add_special_tokens is not False
+            source = PoolingInput(request.input, "input", self._adapter(request.model))
+            specials = request.add_special_tokens is not False
             run = embedding_run(
-                self._services, asked, source, lambda form: form.embedding, specials=specials
+                self._services, request, source, lambda form: form.embedding, specials=specials
             )
             return (await run.finish()).results
 
     async def score(self, body: Mapping[str, Any]) -> list[float]:
         with _typed():
-            asked = self._read(body, ScoreRequest)
+            request = self._read(body, ScoreRequest)
             check_task(Task.SCORE, self._services.limits)
-            adapter = self._adapter(asked.model)
-            run = await score_run(self._services, asked, asked.pairs, adapter=adapter)
+            adapter = self._adapter(request.model)
+            run = await score_run(self._services, request, request.pairs, adapter=adapter)
             return [sigmoid(raw) for raw in (await run.finish()).results]
 
     async def close(self) -> None:

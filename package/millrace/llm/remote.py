@@ -48,18 +48,18 @@ class Remote:
         return answer
 
     async def chat_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-        asked = {"model": self._model, **body, "stream": True}
-        async with aclosing(self._client.stream(CHATS, asked)) as events:
+        request = {"model": self._model, **body, "stream": True}
+        async with aclosing(self._client.stream(CHATS, request)) as events:
             async for event in events:
                 yield event
 
     async def embed(self, body: Mapping[str, Any]) -> list[list[float]]:
-        asked = {"model": self._model, "encoding_format": "float", **body}
-        return [one["embedding"] for one in await self._data("/v1/embeddings", asked)]
+        request = {"model": self._model, "encoding_format": "float", **body}
+        return [one["embedding"] for one in await self._data("/v1/embeddings", request)]
 
     async def score(self, body: Mapping[str, Any]) -> list[float]:
-        asked = {"model": self._model, **body}
-        return [one["score"] for one in await self._data("/v1/score", asked)]
+        request = {"model": self._model, **body}
+        return [one["score"] for one in await self._data("/v1/score", request)]
 
     async def _data(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The objects of an answer in the order of the input."""

@@ -31,10 +31,10 @@ def dialect_of(api: str, model: str, *, ignore_eos: bool) -> Dialect:
     common = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **extra}
 
     def body(prompt: str, level: Level) -> dict[str, Any]:
-        said: dict[str, Any] = {"prompt": prompt}
+        content: dict[str, Any] = {"prompt": prompt}
         if api == CHAT:
-            said = {"messages": [{"role": "user", "content": prompt}]}
-        return {**common, **said, "max_tokens": level.new_tokens, "temperature": 0}
+            content = {"messages": [{"role": "user", "content": prompt}]}
+        return {**common, **content, "max_tokens": level.new_tokens, "temperature": 0}
 
     return Dialect(
         path="/v1/chat/completions" if api == CHAT else "/v1/completions",

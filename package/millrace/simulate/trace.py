@@ -74,34 +74,34 @@ def values_of(
     return values
 
 
-def _value(name: str, given: object, field: Field, where: str) -> object:
+def _value(name: str, raw: object, field: Field, where: str) -> object:
     convert, is_valid, meaning = field
     try:
-        value = convert(given)
+        value = convert(raw)
         if is_valid(value):
             return value
     except (TypeError, ValueError, OverflowError):
         pass
-    raise TraceError(f"{where}: {name} is {_short(given)}, not {meaning}")
+    raise TraceError(f"{where}: {name} is {_short(raw)}, not {meaning}")
 
 
-def _short(given: object) -> str:
-    text = repr(given)
+def _short(raw: object) -> str:
+    text = repr(raw)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def to_integer(given: object) -> int:
+def to_integer(raw: object) -> int:
     """A whole number; raises TypeError or ValueError for other values."""
-    if isinstance(given, bool) or (isinstance(given, float) and not given.is_integer()):
+    if isinstance(raw, bool) or (isinstance(raw, float) and not raw.is_integer()):
         raise TypeError("no integer")
-    return int(given)  # type: ignore[call-overload, no-any-return]
+    return int(raw)  # type: ignore[call-overload, no-any-return]
 
 
-def to_number(given: object) -> float:
+def to_number(raw: object) -> float:
     """A number; raises TypeError or ValueError for other values."""
-    if isinstance(given, bool):
+    if isinstance(raw, bool):
         raise TypeError("no number")
-    return float(given)  # type: ignore[arg-type]
+    return float(raw)  # type: ignore[arg-type]
 
 
 TIME: Field = (to_number, lambda value: 0.0 <= value < math.inf, "a number of seconds")

@@ -66,24 +66,24 @@ def answer_from(events: Iterable[Mapping[str, Any]]) -> ExactAnswer:
         parts.append(part)
         if text is not None:
             last = event
-    found = joined(parts)
+    answer = joined(parts)
     if last is None:
-        return failed(found, "the stream ended without its last event")
+        return failed(answer, "the stream ended without its last event")
     details = last["details"] or {}
     return ExactAnswer(
-        ids=found.ids,
-        logprobs=found.logprobs,
-        candidates=found.candidates,
+        ids=answer.ids,
+        logprobs=answer.logprobs,
+        candidates=answer.candidates,
         text=last["generated_text"],
         finish_reason=details.get("finish_reason"),
         cached_tokens=int(details.get("cached_tokens") or 0),
     )
 
 
-def failed(found: Scored, error: str) -> ExactAnswer:
+def failed(answer: Scored, error: str) -> ExactAnswer:
     """A partial answer and its failure."""
     return ExactAnswer(
-        ids=found.ids, logprobs=found.logprobs, candidates=found.candidates, error=error
+        ids=answer.ids, logprobs=answer.logprobs, candidates=answer.candidates, error=error
     )
 
 
@@ -151,18 +151,18 @@ def completion_from(chunks: Iterable[Mapping[str, Any]]) -> ExactAnswer:
             prompt = scored
         else:
             parts.append(scored)
-    found = joined(parts)
+    answer = joined(parts)
     if prompt is None or reason is None:
-        return failed(found, "the stream ended without its last chunk")
+        return failed(answer, "the stream ended without its last chunk")
     counted = (usage["prompt_tokens"], usage["completion_tokens"])
-    if counted != (len(prompt.ids), len(found.ids)):
+    if counted != (len(prompt.ids), len(answer.ids)):
         raise StreamError(
-            f"{len(prompt.ids)} and {len(found.ids)} tokens came, usage counts {counted}"
+            f"{len(prompt.ids)} and {len(answer.ids)} tokens came, usage counts {counted}"
         )
     return ExactAnswer(
-        ids=found.ids,
-        logprobs=found.logprobs,
-        candidates=found.candidates,
+        ids=answer.ids,
+        logprobs=answer.logprobs,
+        candidates=answer.candidates,
         prompt=prompt,
         text="".join(texts),
         finish_reason=reason,

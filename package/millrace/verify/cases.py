@@ -81,13 +81,13 @@ def batched(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
     client, promise = server.client, suite.info.promise
     with counting(client) as counted:
         answers = ask_together(client, suite.questions, suite.num_workers)
-    found = compare(suite.questions, suite.expected, answers)
+    comparison = compare(suite.questions, suite.expected, answers)
     num_tokens, steps = sum(len(answer.ids) for answer in answers), counted.of(STEPS)
     yield judged(
         "batched",
         "solo / batched",
         promise,
-        found,
+        comparison,
         exercised=steps < num_tokens,
         note=f"{num_tokens} tokens in {steps} steps",
     )
@@ -145,18 +145,18 @@ def preempted(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
     order = crowd(suite, server_tokens=info.max_batch_total_tokens)
     questions = [suite.questions[number] for number in order]
     expected = [suite.expected[number] for number in order]
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     preemptions = 0
-    while not preemptions and len(found) < MOST_ROUNDS:
+    while not preemptions and len(comparisons) < MOST_ROUNDS:
         with counting(server.client) as counted:
             answers = ask_together(server.client, questions, suite.num_workers)
         preemptions += counted.of(PREEMPTIONS)
-        found.append(compare(questions, expected, answers))
+        comparisons.append(compare(questions, expected, answers))
     yield judged(
         "preempted",
         "undisturbed / preempted",
         suite.info.promise,
-        merged(found),
+        merged(comparisons),
         exercised=preemptions > 0,
         note=f"{preemptions} preemptions",
     )
@@ -178,20 +178,20 @@ def shard_killed(
 ) -> Row:
     """Kill a shard while it answers `questions`; repeat if the streams ended first."""
     total = sum(len(answer.ids) for answer in expected)
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     lost = replayed = 0
-    while not (lost and replayed) and len(found) < MOST_ROUNDS:
+    while not (lost and replayed) and len(comparisons) < MOST_ROUNDS:
         kill = After(max(1, int(total * KILL_AFTER)), server.kill_shard)
         with counting(server.client) as counted:
             answers = ask_together(server.client, questions, suite.num_workers, kill.on_token)
         lost += counted.of(LOST)
         replayed += counted.of(REPLAYED)
-        found.append(compare(questions, expected, answers))
+        comparisons.append(compare(questions, expected, answers))
     return judged(
         case,
         name,
         suite.info.promise,
-        merged(found),
+        merged(comparisons),
         exercised=lost > 0 and replayed > 0,
         note=f"{lost} restart(s), {replayed} requests replayed",
     )
@@ -205,18 +205,18 @@ def speculated(server: ServerUnderTest, suite: Suite) -> Iterator[Row]:
         "speculation, batched": lambda: ask_together(client, questions, suite.num_workers),
     }
     for title, ask in rounds.items():
-        found: list[Comparison] = []
+        comparisons: list[Comparison] = []
         drafted = accepted = 0
-        while not 0 < accepted < drafted and len(found) < MOST_ROUNDS:
+        while not 0 < accepted < drafted and len(comparisons) < MOST_ROUNDS:
             with counting(client) as counted:
-                found.append(compare(questions, suite.expected, ask()))
+                comparisons.append(compare(questions, suite.expected, ask()))
             drafted += counted.of(DRAFTED)
             accepted += counted.of(ACCEPTED)
         yield judged(
             "speculated",
             f"no speculation / {title}",
             suite.info.promise,
-            merged(found),
+            merged(comparisons),
             exercised=0 < accepted < drafted,
             note=f"{drafted} draft tokens, {accepted} accepted",
         )

@@ -107,16 +107,16 @@ class Report:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    found = row.comparison
-    if found is None:
+    comparison = row.comparison
+    if comparison is None:
         return (row.title, "", "", "", "", "", row.verdict.value)
     return (
         row.title,
-        str(found.num_requests),
-        str(found.num_tokens),
-        f"{found.num_equal}/{found.num_requests}",
-        _place(found.first_difference),
-        f"{found.largest_gap:.2g}" if found.largest_gap else "0",
+        str(comparison.num_requests),
+        str(comparison.num_tokens),
+        f"{comparison.num_equal}/{comparison.num_requests}",
+        _place(comparison.first_difference),
+        f"{comparison.largest_gap:.2g}" if comparison.largest_gap else "0",
         f"{row.verdict.value} ({row.promise})",
     )
 
@@ -154,13 +154,13 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def _comparison_json(found: Comparison) -> dict[str, Any]:
-    place = found.first_difference
+def _comparison_json(comparison: Comparison) -> dict[str, Any]:
+    place = comparison.first_difference
     return {
-        "requests": found.num_requests,
-        "tokens": found.num_tokens,
-        "requests_equal": found.num_equal,
-        "requests_with_other_tokens": found.num_other_tokens,
+        "requests": comparison.num_requests,
+        "tokens": comparison.num_tokens,
+        "requests_equal": comparison.num_equal,
+        "requests_with_other_tokens": comparison.num_other_tokens,
         "first_difference": None
         if place is None
         else {
@@ -168,6 +168,6 @@ def _comparison_json(found: Comparison) -> dict[str, Any]:
             "in_prompt": place.in_prompt,
             "position": place.position,
         },
-        "largest_gap": found.largest_gap if math.isfinite(found.largest_gap) else None,
-        "failures": list(found.failures),
+        "largest_gap": comparison.largest_gap if math.isfinite(comparison.largest_gap) else None,
+        "failures": list(comparison.failures),
     }

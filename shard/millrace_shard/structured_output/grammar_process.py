@@ -65,12 +65,12 @@ class GrammarProcess:
             if _has_ended(process):
                 raise CompilerBusy("the process to compile grammars in has ended")
             raise GrammarInvalid("the grammar takes too much memory or nests too deeply")
-        said: dict[str, str] = json.loads(answer)
-        if (reason := said.get("busy")) is not None:
+        reply: dict[str, str] = json.loads(answer)
+        if (reason := reply.get("busy")) is not None:
             raise CompilerBusy(f"no process to compile grammars in: {reason}")
-        if (reason := said.get("error")) is not None:
+        if (reason := reply.get("error")) is not None:
             raise GrammarInvalid(reason)
-        return said["lark"]
+        return reply["lark"]
 
     def close(self) -> None:
         with self._lock:

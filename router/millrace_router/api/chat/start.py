@@ -117,11 +117,11 @@ async def start_chat(
     chat: Chat,
     priority: int | None,
     adapter: AdapterReference | None,
-    place: int = 0,
+    index: int = 0,
 ) -> AsyncIterator[ChatRun]:
     """Generate the choices of a chat for the length of the block, and note them in the access log.
 
-    `priority` is the body's; `place` is the chat's, of several in one request.
+    `priority` is the body's; `index` is the chat's, of several in one request.
 
     Raises:
         RouterError: the chat or a header is not valid, or the server does not take the request.
@@ -129,7 +129,7 @@ async def start_chat(
     """
     services = request.app[SERVICES]
     scheduling = scheduling_of(request, priority)
-    names = names_of(request).part(place)
+    names = names_of(request).part(index)
     chat = replace(chat, request=replace(chat.request, answer=request.get(ANSWER)))
     async with run_chat(services, chat, adapter=adapter, scheduling=scheduling, names=names) as run:
         watch(request, *run.generations)

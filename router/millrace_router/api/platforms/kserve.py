@@ -275,7 +275,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
         scheduling_of(request, body.parameters.priority)
         names_of(request)
     prompts = [text for tensor in texts for text in tensor]
-    works = [_answer(request, one, body.parameters, place) for place, one in enumerate(prompts)]
+    works = [_answer(request, one, body.parameters, index) for index, one in enumerate(prompts)]
     answers = iter(await gather(works))
     outputs = [
         tensor.answered(name, [next(answers) for _ in tensor_texts])
@@ -294,13 +294,13 @@ def _texts(body: KserveRequest, services: Services) -> list[list[str]]:
 
 
 async def _answer(
-    request: web.Request, text: str, parameters: GenerateParameters, place: int
+    request: web.Request, text: str, parameters: GenerateParameters, index: int
 ) -> str:
     services = request.app[SERVICES]
     try:
         with counting_refusals(services.metrics):
             answer, _ = await generated(
-                request, GenerateRequest(inputs=text, parameters=parameters), place
+                request, GenerateRequest(inputs=text, parameters=parameters), index
             )
     except RouterError as error:
         if services.dialect.hides_platform_errors:

@@ -108,7 +108,7 @@ async def vertex(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, VertexRequest)
     with counting_refusals(services.metrics):
         _check(body, services)
-    works = [_predict(request, one, place) for place, one in enumerate(body.instances)]
+    works = [_predict(request, one, index) for index, one in enumerate(body.instances)]
     answer: VertexResponse = {"predictions": await gather(works)}
     return json_response(answer)
 
@@ -129,13 +129,13 @@ def _check(body: VertexRequest, services: Services) -> None:
     check_count(len(body.instances), services.limits)
 
 
-async def _predict(request: web.Request, instance: VertexInstance, place: int) -> str:
+async def _predict(request: web.Request, instance: VertexInstance, index: int) -> str:
     """Answer one instance; raises RouterError."""
     services = request.app[SERVICES]
     try:
         if isinstance(instance, ChatCompletionRequest):
-            return await _chat(request, instance, place)
-        return await _text(request, instance, place)
+            return await _chat(request, instance, index)
+        return await _text(request, instance, index)
     except RouterError as error:
         # TGI reports what is wrong with a chat before its generation starts.
         is_shown = isinstance(instance, ChatCompletionRequest) and not error.is_counted
@@ -145,25 +145,25 @@ async def _predict(request: web.Request, instance: VertexInstance, place: int) -
         raise
 
 
-async def _text(request: web.Request, instance: GenerateVertexInstance, place: int) -> str:
+async def _text(request: web.Request, instance: GenerateVertexInstance, index: int) -> str:
     parameters = instance.parameters
     if request.app[SERVICES].dialect.limits_vertex_parameters:
         parameters = GenerateParameters(
             do_sample=True, max_new_tokens=parameters.max_new_tokens, seed=parameters.seed
         )
     answer, _ = await generated(
-        request, GenerateRequest(inputs=instance.inputs, parameters=parameters), place
+        request, GenerateRequest(inputs=instance.inputs, parameters=parameters), index
     )
     return answer["generated_text"]
 
 
-async def _chat(request: web.Request, body: ChatCompletionRequest, place: int) -> str:
+async def _chat(request: web.Request, body: ChatCompletionRequest, index: int) -> str:
     """Return the assistant's text; a message with tool calls becomes JSON, because the calls are not text."""
     services = request.app[SERVICES]
     # An instance has one prediction, whatever its `n`.
     chat = await off_loop(request, partial(body.chat, services.limits))
     chat, adapter = replace(chat, num_choices=1), body.adapter(request)
-    async with start_chat(request, chat, body.priority, adapter, place) as run:
+    async with start_chat(request, chat, body.priority, adapter, index) as run:
         (choice,) = await run.read()
     message = chat_renderer(services, body, run.chat.names).choice(0, choice.deltas)["message"]
     if any(delta.calls for delta in choice.deltas):
