@@ -11,7 +11,14 @@ from millrace_router.images.store import ImageStore
 from millrace_router.request.images import ImageSource, PreparedImage
 from millrace_router.text.control_tokens import ControlTokens
 
-_MARKDOWN = re.compile(r"!\[[^\[\]\n]{0,256}\]\(((?:https?://|data:)[^()\s]*)\)", re.IGNORECASE)
+_MARKDOWN = re.compile(
+    r"!\[[^\[\]\n]{0,256}\]"
+    # Parts that are matched once, so that no text takes long.
+    r'\(\s*+(?P<url>data:[^()"]++|[^()\s"]++)\s*+(?:"[^"\n]*+"\s*+)?\)',
+    re.IGNORECASE,
+)
+"""An image in a text for TGI, with an address of any kind and possibly a title; base64 may have several lines."""
+_READ = ("data:", "https:", "http:")
 
 
 class ImagePrompts:
@@ -27,11 +34,13 @@ class ImagePrompts:
         """Whether there are no pictures here."""
         return self.store is None
 
-    async def prepare(self, sources: Sequence[ImageSource]) -> tuple[PreparedImage, ...]:
+    async def prepare(
+        self, sources: Sequence[ImageSource], salt: Sequence[str] = ()
+    ) -> tuple[PreparedImage, ...]:
         """Return the pictures of a request; raises as `ImageStore.prepare`."""
         if self.store is None:
             raise ImageInvalid(sources[0].part, "cannot be used: this model reads only text")
-        return await self.store.prepare(sources)
+        return await self.store.prepare(sources, salt)
 
     def expanded(self, prompt: str, images: Sequence[PreparedImage]) -> str:
         """Return a rendered prompt with the placeholders of each picture; raises TemplateError."""
@@ -56,12 +65,13 @@ class ImagePrompts:
         """
         if self.store is None:
             return [], []
-        sources = [ImageSource(match[1], "inputs") for match in _MARKDOWN.finditer(text)]
+        matches = [match for match in _MARKDOWN.finditer(text) if _is_read(match)]
+        sources = [ImageSource(match["url"].strip(), "inputs") for match in matches]
         if not sources:
             return [], []
         parts: list[dict[str, str]] = []
         end = 0
-        for match in _MARKDOWN.finditer(text):
+        for match in matches:
             parts += [{"type": "text", "text": text[end : match.start()]}, {"type": "image"}]
             end = match.end()
         parts.append({"type": "text", "text": text[end:]})
@@ -69,6 +79,10 @@ class ImagePrompts:
         if any(placeholder in part.get("text", "") for part in parts):
             raise ValidationError(f"`inputs` has images and {placeholder}, which stands for one")
         return parts, sources
+
+    def leaves_images(self, text: str) -> bool:
+        """Return whether a Markdown image of a text stays text."""
+        return any(self.store is None or not _is_read(each) for each in _MARKDOWN.finditer(text))
 
     def joined(self, parts: Sequence[dict[str, Any]], images: Sequence[PreparedImage]) -> str:
         """Return the text of `parts` with the placeholders of their pictures."""
@@ -94,6 +108,10 @@ class ImagePrompts:
         assert self.store is not None
         before, after = self.store.geometry.around
         return f"{before}{self.store.expansion(image)}{after}"
+
+
+def _is_read(match: re.Match[str]) -> bool:
+    return match["url"].lower().startswith(_READ)
 
 
 NO_IMAGES = ImagePrompts(None, ControlTokens(()))

@@ -200,6 +200,13 @@ async def test_markdown_images_of_inputs_are_read() -> None:
         parameters["apply_chat_template"] = True
         await edge.answer("/generate", body)
         assert prompt_of(edge) == f"user:a {SPLIT} b {SPLIT};assistant:"
+        parameters["apply_chat_template"] = False
+        lines = f"{RED[:40]}\n{RED[40:]}"
+        wild = f'a ![]( {lines}\t"a title") b ![x]({BLUE} )'
+        for inputs, left in ((wild, None), (f"{wild}![](file.png)", "inputs.image")):
+            _, _, response = await edge.post("/generate", {**body, "inputs": inputs})
+            assert response.headers.get("x-millrace-ignored") == left
+            assert prompt_of(edge).startswith(f"a {SPLIT} b {SPLIT}")
 
 
 async def test_a_placeholder_that_a_client_writes_is_text() -> None:

@@ -19,6 +19,7 @@ from yarl import URL
 
 from millrace_router.api.tgi.probes import RECENT
 from millrace_router.errors import ShuttingDown
+from millrace_router.images.prompts import NO_IMAGES
 from millrace_router.prediction.forecast import Estimate, Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
@@ -79,13 +80,25 @@ async def test_an_image_in_the_text_is_named_in_the_header_and_in_the_log(path: 
             for inputs, ignored in (
                 ("What is ![](https://example.com/a.png)?", "inputs.image"),
                 ("![a cat](data:image/png;base64,AAAA)", "inputs.image"),
-                ("![not an address](here), and [a link](https://example.com)", None),
+                ('![a cat]( data:image/png;base64,AA\nAA "a cat" )', "inputs.image"),
+                ("![a file](here)", "inputs.image"),
+                ("![](), ![ ](, and [a link](https://example.com)", None),
             ):
                 body = {"inputs": inputs, "parameters": {"max_new_tokens": 2}}
                 status, _, response = await edge.post(path, body)
                 assert status == 200
                 assert response.headers.get("x-millrace-ignored") == ignored
     assert lines.getvalue().count(b"inputs.image") == 1
+
+
+def test_texts_with_many_beginnings_of_images_take_no_long_time() -> None:
+    for text in (
+        "![](data:" + " " * 200_000 + '"',
+        "![](data:" * 50_000,
+        "![" * 200_000,
+        '![](a "' * 50_000,
+    ):
+        assert not NO_IMAGES.leaves_images(text)
 
 
 @pytest.mark.usefixtures("_without_collector")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from http import HTTPStatus
 
@@ -66,9 +65,6 @@ from millrace_router.server.sse import error_event, respond, send_large
 from millrace_router.server.sse import event as framed
 from millrace_router.server.stream_writer import GenerationStream
 from millrace_router.text.tokenizer import TokenSpan
-
-IMAGE = re.compile(r"!\[[^\[\]\n]{0,256}\]\((?:https?://|data:)", re.IGNORECASE)
-"""The beginning of a Markdown image, which TGI gives to models that see: here its address is text of the prompt."""
 
 TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])
 OPERATIONS = (
@@ -186,7 +182,7 @@ async def _request_of(
     """Return the request that a body and its headers make; raises RouterError."""
     parameters = body.parameters
     images = request.app[SERVICES].images
-    if images.is_empty and IMAGE.search(body.inputs):
+    if images.leaves_images(body.inputs):
         note_ignored(request, ("inputs.image",))
     scheduling = scheduling_of(request, parameters.priority)
     adapter = adapter_of(request, parameters)
