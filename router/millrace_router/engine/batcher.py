@@ -428,7 +428,17 @@ class Batcher:
         images, features = self._images, self._planner.images
         if images is None or features is None or kind == "planned" or not plans:
             return False
-        return images.failed(plans[0], features)
+        has_encoded, requests = images.failed(plans[0], features)
+        for request in requests:
+            entry, error = entry_of(request), Quarantined()
+            self._recovery.quarantine.add(
+                entry.request,
+                num_generated=entry.num_generated,
+                reason="an image of it failed while it was encoded",
+            )
+            self._metrics.ended(error)
+            self._end(entry, error)
+        return has_encoded
 
     async def _next_epoch(self, *, keep: bool = False) -> None:
         self._in_flight.clear()

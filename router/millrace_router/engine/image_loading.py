@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 
 import structlog
 
 from millrace_router.errors import ImageFailed, NonFiniteOutput, Quarantined, RouterError
+from millrace_router.recovery.quarantine import REFUSED_SECONDS
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.image_features import Features, ImageFeatures
@@ -20,7 +22,7 @@ from millrace_router.shards.step_channel import StepChannel
 PUT_SECONDS = 60.0
 """A call of this length counts as failed."""
 MAX_FAILURES = 3
-"""Epochs that end while a picture is encoded, after which it is not encoded any more."""
+"""Epochs that end while a picture is encoded, after which it is refused for `REFUSED_SECONDS`."""
 MAX_REFUSED = 1024
 
 log = structlog.get_logger(__name__)
@@ -33,7 +35,9 @@ class ImageLoading:
     without features, and those that its requests need are made again.
     """
 
-    def __init__(self, channel: StepChannel) -> None:
+    def __init__(
+        self, channel: StepChannel, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._channel = channel
         self._calls: set[asyncio.Task[None]] = set()
         self._end: Callable[[SchedulableRequest, RouterError], None] = lambda _, __: None
@@ -41,6 +45,9 @@ class ImageLoading:
         self._report: Callable[[ShardError], None] = lambda _: None
         self._failures: Counter[bytes] = Counter()
         """Epochs that ended while a picture was encoded, by digest."""
+        self._refused: dict[bytes, float] = {}
+        """Until when a picture is refused."""
+        self._clock = clock
 
     def connect(
         self,
@@ -54,7 +61,8 @@ class ImageLoading:
 
     def check(self, request: ValidRequest) -> None:
         """Raise Quarantined for a picture that has ended several epochs."""
-        if self._failures and any(self._has_failed(span.image.digest) for span in request.images):
+        now = self._clock()
+        if any(now < self._refused.get(span.image.digest, 0.0) for span in request.images):
             raise Quarantined
 
     def after_plan(self, planner: Planner) -> None:
@@ -75,31 +83,33 @@ class ImageLoading:
         for request in images.take_failed():
             self._end(request, NonFiniteOutput())
 
-    def failed(self, plan: StepPlan, images: ImageFeatures) -> bool:
-        """Count a step that ended the epoch; whether it has encoded pictures.
+    def failed(
+        self, plan: StepPlan, images: ImageFeatures
+    ) -> tuple[bool, list[SchedulableRequest]]:
+        """Count a step that ended the epoch; whether it has encoded pictures, and the requests to end.
 
-        The requests of a picture end when it has done so several times.
+        These are the requests of a picture that has done so several times.
         """
+        ending = list[SchedulableRequest]()
         digests = {images.digest_in(part.slot) for part in plan.encodes} - {None}
         for digest in digests:
             assert digest is not None
             self._failures[digest] += 1
-            if self._has_failed(digest):
-                log.error("an image is not encoded any more", digest=digest.hex())
-                for request in images.waiting_for(digest):
-                    self._end(request, Quarantined())
-        while len(self._failures) > MAX_REFUSED:
-            del self._failures[next(iter(self._failures))]
-        return bool(digests)
+            if self._failures[digest] >= MAX_FAILURES:
+                log.error("an image is refused for ten minutes", digest=digest.hex())
+                del self._failures[digest]
+                self._refused[digest] = self._clock() + REFUSED_SECONDS
+                ending += images.waiting_for(digest)
+        for each in (self._failures, self._refused):
+            while len(each) > MAX_REFUSED:
+                del each[next(iter(each))]
+        return bool(digests), ending
 
     def close_epoch(self) -> None:
         """End all calls."""
         for call in self._calls:
             call.cancel()
         self._calls.clear()
-
-    def _has_failed(self, digest: bytes) -> bool:
-        return self._failures[digest] >= MAX_FAILURES
 
     async def _put(self, images: ImageFeatures, features: Features) -> None:
         assert features.slot is not None

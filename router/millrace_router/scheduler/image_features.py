@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millrace_router.request.images import Mask, PreparedImage
 from millrace_router.request.schedulable import SchedulableRequest
@@ -182,8 +182,23 @@ class ImageFeatures:
         if leaving:
             self._waiting = [each for each in self._waiting if each.request not in leaving]
             for request in leaving:
-                self.release(request)
+                self._leave(request)
         return leaving
+
+    def _leave(self, request: SchedulableRequest) -> None:
+        """Release the pictures of a request that ends, and encode no more of those that only it needs."""
+        self.release(request)
+        for span in request.images:
+            features = self._by_digest.get(span.image.digest)
+            if features is None or features.users or features.is_ready:
+                continue
+            del self._by_digest[span.image.digest]
+            if features in self._to_put:
+                self._to_put.remove(features)
+            elif features.is_put:
+                if features in self._to_encode:
+                    self._to_encode.remove(features)
+                self._free(features)
 
     def waiting_for(self, digest: bytes) -> list[SchedulableRequest]:
         """Return the requests that wait for the features of a picture."""
@@ -280,6 +295,8 @@ class ImageFeatures:
             if part.slot in failed_slots:
                 self.refuse(features)
             elif features.is_ready:
+                # The features are enough from now on.
+                features.image = replace(features.image, pixels=b"")
                 self.num_encoded += 1
                 self._completed.append(features.image.digest)
                 self._free(features)
@@ -310,7 +327,7 @@ class ImageFeatures:
     def _drop_closed(self) -> None:
         for each in [each for each in self._waiting if each.request.closed]:
             self._waiting.remove(each)
-            self.release(each.request)
+            self._leave(each.request)
 
     def _give_rows(self) -> None:
         for waiting in self._waiting:

@@ -351,6 +351,8 @@ class Metrics:
 
     def show_recoveries(self) -> None:
         """Show metrics of alerts at zero: to Prometheus a series that begins at 1 has not increased."""
+        self.images_decoded.inc(0)
+        self.image_tiles_encoded.inc(0)
         for reason in RECOVERY_REASONS:
             self.recoveries.labels(reason=reason).inc(0)
         for reason in DROP_REASONS:

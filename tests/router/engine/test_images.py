@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -87,6 +89,21 @@ async def test_an_image_that_is_seen_twice_is_encoded_once() -> None:
         await asyncio.gather(*(ask(batcher, request_with([[n], DOG], 3)) for n in (4, 5)))
     assert shard.images.encoded == tiles_of(CAT, DOG)
     assert shard.images.num_puts == 2
+
+
+async def test_the_pixels_of_an_encoded_image_are_not_kept() -> None:
+    shard = reads_images()
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        image = image_of("short", 3)
+        is_alive = weakref.ref(image)
+        await ask(batcher, request_with([[1], image], 3))
+        del image
+        # The last step's plan may refer to it.
+        await ask(batcher, request([1, 2], 2))
+        gc.collect()
+        assert is_alive() is None
+        assert len(batcher._planner.images or ()) == 1
 
 
 async def test_a_prefix_hit_over_the_whole_image_needs_no_features() -> None:
@@ -292,12 +309,15 @@ async def test_an_image_that_breaks_the_shards_is_quarantined_alone(poison: int)
             shard.has_failed = True
 
     shard.images.encode = break_for_cat  # type: ignore[method-assign]
-    async with running(new_batcher(DirectShards(shard), shard)) as batcher:
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
         text = batcher.submit(request([1, 2], 60))
         bad = batcher.submit(request_with([CAT], 3))
         with pytest.raises(Quarantined):
             await collect(bad)
         assert len(shard.images.encoded) == MAX_FAILURES * poison
+        (record,) = batcher._recovery.quarantine.to_json()
+        assert record["reason"] == "an image of it failed while it was encoded"
         assert ids_of(await collect(text)) == expected_tokens([1, 2], 60)
         with pytest.raises(Quarantined):
             batcher.submit(request_with([[4], CAT], 3))
@@ -323,6 +343,25 @@ async def test_a_client_that_leaves_while_its_image_is_encoded_leaves_nothing_be
         stream.close()
         await ask(batcher, request_with([DOG, [4]], 3))
         await ask(batcher, request_with([image_of("mouse", 3)], 3))
+
+
+async def test_an_image_whose_client_has_left_is_encoded_no_further() -> None:
+    shard = reads_images(num_slots=1)
+    images = [image_of(f"left {number}", 9) for number in range(3)]
+    async with running(new_batcher(DirectShards(shard), shard)) as batcher:
+        text = batcher.submit(request([1, 2], 90))
+        await next_token(text)
+        streams = [batcher.submit(request_with([image], 5)) for image in images]
+        while not shard.images.encoded:
+            await next_token(text)
+        for stream in streams:
+            stream.close()
+        await ask(batcher, request_with([CAT], 3))
+        await collect(text)
+        num_tiles = len(shard.images.encoded) - CAT.num_tiles
+        assert 0 < num_tiles < 5
+        await ask(batcher, request_with([images[0]], 3))
+        assert shard.violation is None
 
 
 @pytest.mark.parametrize("budget", [2, 3, 5])
