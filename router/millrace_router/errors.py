@@ -47,6 +47,7 @@ RouterError
 │   └── IncompleteGenerationStream     incomplete_generation_stream (after the status was sent)
 ├── Unhealthy                 503  healthcheck        (with the reason)
 ├── ShardsGone                503  unavailable        (the shards do not come back)
+├── ImagesUnavailable         503  unavailable        (the process that decodes images does not start)
 └── ShuttingDown              503  unavailable
 """
 
@@ -603,6 +604,18 @@ class ShardsGone(RouterError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"The model server is down: {reason}")
+
+
+class ImagesUnavailable(RouterError):
+    """The process that decodes images does not start."""
+
+    status = 503
+    error_type = "unavailable"
+    failure_label = "generation"
+    retry_after_seconds = 1
+
+    def __init__(self) -> None:
+        super().__init__("Images cannot be read now: the process that decodes them does not start")
 
 
 class ShuttingDown(RouterError):

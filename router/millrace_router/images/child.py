@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ COMMAND = (sys.executable, "-P", "-m", "millrace_router.images.decoding")
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 FRAME_HEAD_BYTES = 8
 START_SECONDS = 30.0
+END_SECONDS = 5.0
+"""For a process that has closed its output to end by itself."""
 OWN_BYTES = 512 << 20
 """Address space of the process without a picture."""
 BYTES_PER_PIXEL = 16
@@ -29,7 +33,18 @@ class DecodingError(Exception):
 
 
 class BrokenProcessError(Exception):
-    """The process ended, or took too long, with this picture; or it cannot be started."""
+    """The process took too long with this picture, or ended twice."""
+
+
+class NotStartedError(Exception):
+    """The process cannot be started."""
+
+
+class _EndedError(Exception):
+    """The process has ended with `status`, which is negative for a signal."""
+
+    def __init__(self, status: int | None) -> None:
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +100,20 @@ class DecodingProcess:
         Raises:
             DecodingError: the picture cannot be used.
             BrokenProcessError: it breaks a limit of time or memory.
+            NotStartedError: there is no process for it.
 
         """
-        request: dict[str, object] = {"detail": detail, "fingerprint": self.fingerprint}
         async with self._turn:
-            process = await self._running()
             try:
-                # It may wait for the processor, so that more time passes than it computes.
-                async with asyncio.timeout(2 * self.limits.seconds + 1):
-                    answer, pixels = await _ask(process, request, content)
-            except (TimeoutError, OSError, EOFError) as error:
-                await self._end()
-                raise BrokenProcessError("the image takes too long, or too much memory") from error
-            except BaseException:
-                # Its answer would be read as the next picture's.
-                await self._end()
-                raise
+                answer, pixels = await self._answer(content, detail)
+            except _EndedError as error:
+                if error.status == -signal.SIGXCPU:
+                    raise BrokenProcessError from error
+                # What has ended it may have had nothing to do with this picture.
+                try:
+                    answer, pixels = await self._answer(content, detail)
+                except _EndedError as again:
+                    raise BrokenProcessError from again
         if "refusal" in answer:
             raise DecodingError(answer["refusal"])
         return Tiles(
@@ -113,6 +126,28 @@ class DecodingProcess:
             tuple(answer["tile"]),
             answer["is_grid"],
         )
+
+    async def _answer(self, content: bytes, detail: Detail) -> tuple[dict[str, Any], bytes]:
+        """Ask the process once; raises as `decode`, and _EndedError."""
+        process = await self._running()
+        request: dict[str, object] = {"detail": detail, "fingerprint": self.fingerprint}
+        try:
+            # It may wait for the processor, so that more time passes than it computes.
+            async with asyncio.timeout(2 * self.limits.seconds + 1):
+                return await _ask(process, request, content)
+        except TimeoutError as error:
+            await self._end()
+            raise BrokenProcessError from error
+        except (OSError, EOFError) as error:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_SECONDS)
+            status = process.returncode
+            await self._end()
+            raise _EndedError(status) from error
+        except BaseException:
+            # Its answer would be read as the next picture's.
+            await self._end()
+            raise
 
     async def close(self) -> None:
         """End the process."""
@@ -143,7 +178,7 @@ class DecodingProcess:
                 await _ask(self._process, settings)
         except (TimeoutError, OSError, EOFError) as error:
             await self._end()
-            raise BrokenProcessError("the process that decodes images does not start") from error
+            raise NotStartedError from error
         return self._process
 
     async def _end(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, BinaryIO, NoReturn
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from millrace_router.images.families import geometry_from
 from millrace_router.images.geometry import MAX_RATIO, AnyGeometry, Layout
@@ -29,6 +29,11 @@ FRAME = struct.Struct("<II")
 NICENESS = 5
 OPEN_FILES = 3
 """Standard input, output and errors: nothing else can be opened."""
+MOST_TEXT_BYTES = 4 << 20
+"""Of the texts of a PNG, which are unpacked with it."""
+SCAN = b"\xff\xda"
+MOST_SCANS = 16
+"""Of a JPEG with as many pixels as are allowed; each scan passes over all of them. Encoders make about 10."""
 
 
 class _Refused(Exception):  # noqa: N818
@@ -45,6 +50,7 @@ def main() -> NoReturn:
     # Plugins are loaded now, as no file can be opened later; `FORMATS` says which of them are used.
     Image.init()
     Image.MAX_IMAGE_PIXELS = settings["max_pixels"]
+    PngImagePlugin.MAX_TEXT_MEMORY = MOST_TEXT_BYTES
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     _limit(resource.RLIMIT_AS, settings["max_memory"])
     _limit(resource.RLIMIT_FSIZE, 0)
@@ -78,6 +84,10 @@ def _prepare(
     width, height = opened.size
     if max(width, height) > MAX_RATIO * min(width, height):
         raise _Refused(f"has {width} x {height} pixels, a ratio of more than {MAX_RATIO}")
+    if opened.format == "JPEG":
+        num_scans = content.count(SCAN)
+        if num_scans > MOST_SCANS and num_scans * width * height > MOST_SCANS * max_pixels:
+            raise _Refused(f"has {num_scans} scans of {width} x {height} pixels")
     image = ImageOps.exif_transpose(opened).convert("RGB")
     width, height = image.size
     layout = geometry.layout(height, width, request["detail"])

@@ -129,13 +129,17 @@ class ImageFetcher:
         content = bytearray()
         async with (
             aiohttp.ClientSession(
-                connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
+                connector=connector,
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
             ) as session,
             session.get(
                 url, allow_redirects=False, headers={"accept": "image/*", "accept-encoding": ""}
             ) as response,
         ):
-            if response.status != 200:
+            # What is packed may be any length, and pictures are packed already.
+            if response.status != 200 or "content-encoding" in response.headers:
                 raise FetchError("cannot be fetched")
             async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                 content += chunk

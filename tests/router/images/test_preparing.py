@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -40,6 +41,7 @@ from millrace_router.images.child import (
     DecodingError,
     DecodingLimits,
     DecodingProcess,
+    NotStartedError,
     Tiles,
 )
 from millrace_router.images.decoding import NICENESS
@@ -390,6 +392,82 @@ def test_a_picture_that_breaks_the_time_costs_the_process_and_the_next_one_works
         return process.num_started
 
     assert with_process(run, {"size": {"longest_edge": 4096}}, seconds=-1.0) == 2
+
+
+def test_a_process_that_is_killed_from_outside_costs_no_picture() -> None:
+    async def run(process: DecodingProcess) -> int:
+        first = await process.decode(encoded(noise(9, 9)), "auto")
+        assert process._process is not None
+        process._process.send_signal(signal.SIGKILL)
+        assert await process.decode(encoded(noise(9, 9)), "auto") == first
+        return process.num_started
+
+    assert with_process(run) == 2
+
+
+def test_a_picture_with_which_the_process_ends_twice_is_refused() -> None:
+    code = (
+        "import os, millrace_router.images.decoding as d;"
+        "prepare = d._prepare\n"
+        "d._prepare = lambda content, *rest: os.abort() if content == b'bad' else prepare(content, *rest)\n"
+        "d.main()"
+    )
+
+    async def run(process: DecodingProcess) -> int:
+        process._command = (sys.executable, "-P", "-c", code)
+        with pytest.raises(BrokenProcessError):
+            await process.decode(b"bad", "auto")
+        await process.decode(encoded(noise(9, 9)), "auto")
+        return process.num_started
+
+    assert with_process(run) == 3
+
+
+def test_a_picture_that_takes_all_the_time_of_the_process_is_tried_once() -> None:
+    code = (
+        "import millrace_router.images.decoding as d\n"
+        "def forever(*_):\n"
+        "    while True: pass\n"
+        "d._prepare = forever; d.main()"
+    )
+
+    async def run(process: DecodingProcess) -> int:
+        process._command = (sys.executable, "-P", "-c", code)
+        with pytest.raises(BrokenProcessError):
+            await process.decode(b"", "auto")
+        return process.num_started
+
+    assert with_process(run, seconds=0.5) == 1
+
+
+def test_a_process_that_does_not_start_is_not_a_fault_of_the_picture() -> None:
+    async def run(process: DecodingProcess) -> None:
+        process._command = (sys.executable, "-c", "")
+        with pytest.raises(NotStartedError):
+            await process.decode(encoded(noise(9, 9)), "auto")
+
+    with_process(run)
+
+
+def test_texts_and_scans_that_take_long_to_unpack_are_refused() -> None:
+    texts = PngImagePlugin.PngInfo()
+    for number in range(20):
+        texts.add_text(f"text {number}", "x" * (1 << 20), zip=True)
+    bomb, scans = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (9, 9)).save(bomb, "PNG", pnginfo=texts)
+    Image.new("RGB", (2000, 1500)).save(scans, "JPEG", progressive=True)
+    content = scans.getvalue()
+    start = content.rindex(b"\xff\xda")
+    repeated = content[:start] + content[start:-2] * 200 + content[-2:]
+
+    async def run(process: DecodingProcess) -> None:
+        await process.decode(content, "auto")
+        with pytest.raises(DecodingError, match="cannot be decoded"):
+            await process.decode(bomb.getvalue(), "auto")
+        with pytest.raises(DecodingError, match="scans of 2000 x 1500 pixels"):
+            await process.decode(repeated, "auto")
+
+    with_process(run)
 
 
 def test_the_process_lets_the_shards_of_this_host_go_first() -> None:

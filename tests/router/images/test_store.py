@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
+from collections.abc import Callable
 
 import pytest
 
-from millrace_router.errors import ImageInvalid, Overloaded
-from millrace_router.images.child import BrokenProcessError, DecodingLimits, Tiles
+from millrace_router.errors import ImageInvalid, ImagesUnavailable, Overloaded
+from millrace_router.images.child import (
+    BrokenProcessError,
+    DecodingLimits,
+    NotStartedError,
+    Tiles,
+)
 from millrace_router.images.families import geometry_of
 from millrace_router.images.fetch import ImageFetcher
 from millrace_router.images.geometry import AnyGeometry, Geometry
-from millrace_router.images.store import ImageStore
+from millrace_router.images.store import REFUSED_SECONDS, ImageStore
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.images import Detail, ImageSource, spans_of
 from millrace_testing.shards.fake_images import IMAGE_TOKEN_ID, image_of, request_with
@@ -30,6 +37,7 @@ class FakeProcess:
         self.geometry: AnyGeometry = GEOMETRY
         self.limits = DecodingLimits()
         self.breaks: set[bytes] = set()
+        self.is_there = True
         self.decoded: list[bytes] = []
         self.details: list[Detail] = []
 
@@ -39,11 +47,17 @@ class FakeProcess:
         await asyncio.sleep(0)
         if content in self.breaks:
             raise BrokenProcessError
+        if not self.is_there:
+            raise NotStartedError
         return Tiles(content.ljust(32), 0, 0, 1, bytes(TILE), tile=(8, 8))
 
 
 def store_of(
-    process: FakeProcess, *, num_images: int = 3, wait_seconds: float = 0.05
+    process: FakeProcess,
+    *,
+    num_images: int = 3,
+    wait_seconds: float = 0.05,
+    clock: Callable[[], float] = time.monotonic,
 ) -> ImageStore:
     return ImageStore(
         process,  # type: ignore[arg-type]
@@ -53,6 +67,7 @@ def store_of(
         max_rows=100,
         max_memory=num_images * TILE,
         wait_seconds=wait_seconds,
+        clock=clock,
     )
 
 
@@ -118,11 +133,71 @@ async def test_a_request_that_waits_goes_on_when_another_ends() -> None:
 async def test_an_image_that_broke_the_process_does_not_get_to_it_again() -> None:
     process = FakeProcess()
     process.breaks.add(b"bomb")
-    store = store_of(process)
+    now = 0.0
+    store = store_of(process, clock=lambda: now)
     for message in ("takes too long", "took too long, or too much memory, before"):
         with pytest.raises(ImageInvalid, match=message):
             await store.prepare([source("bomb", "messages.3.content.1")])
     assert process.decoded == [b"bomb"]
+    now, process.breaks = REFUSED_SECONDS, set()
+    assert await store.prepare([source("bomb")])
+
+
+async def test_a_process_that_does_not_start_is_tried_again_for_the_next_request() -> None:
+    process = FakeProcess()
+    process.is_there = False
+    store = store_of(process)
+    with pytest.raises(ImagesUnavailable):
+        await store.prepare([source("a")])
+    process.is_there = True
+    assert await store.prepare([source("a")])
+
+
+async def test_requests_at_once_have_memory_for_all_their_images_or_wait_for_it() -> None:
+    """None keeps an image while it waits for memory for another one."""
+    store = store_of(FakeProcess(), num_images=4, wait_seconds=30)
+
+    async def use(names: str) -> None:
+        images = await store.prepare([source(name) for name in names])
+        assert store.in_use <= 4 * TILE
+        await asyncio.sleep(0)
+        del images
+
+    await store.prepare([source("a")])
+    await asyncio.gather(*(use(names) for names in ("abc", "def", "ghi", "ajk", "lmn") * 3))
+
+
+async def test_requests_that_find_no_memory_are_all_refused_after_one_wait() -> None:
+    store = store_of(FakeProcess())
+    held = await store.prepare([source("a")])
+    begin = time.monotonic()
+    errors = await asyncio.gather(
+        *(store.prepare([source(f"{n}{name}") for name in "abc"]) for n in range(20)),
+        return_exceptions=True,
+    )
+    assert {type(error) for error in errors} == {Overloaded}
+    assert time.monotonic() - begin < 20 * 0.05
+    del held
+    assert len(await store.prepare([source(name) for name in "abc"])) == 3
+
+
+async def test_a_request_whose_images_do_not_fit_together_is_refused() -> None:
+    store = store_of(FakeProcess())
+    with pytest.raises(ImageInvalid, match=r"content.3`: the image and those before it do not fit"):
+        await store.prepare(
+            [source(name, f"messages.0.content.{n}") for n, name in enumerate("abcd")]
+        )
+    assert await store.prepare([source("e")])
+
+
+async def test_requests_of_another_salt_share_no_image() -> None:
+    process = FakeProcess()
+    store = store_of(process)
+    digests = set[bytes]()
+    for salt in ((), ("a", ""), ("a", ""), ("b", "")):
+        (image,) = await store.prepare([source("a")], salt)
+        digests.add(image.digest)
+    assert (len(digests), len(process.decoded)) == (3, 3)
 
 
 def keys_of(parts: list[object], salt: tuple[str, ...] = ()) -> list[bytes]:

@@ -224,7 +224,8 @@ async def _with_images(services: Services, chat: Chat) -> tuple[Chat, tuple[Prep
     messages, sources = without_sources(chat.messages)
     if not sources:
         return chat, ()
-    return replace(chat, messages=messages), await services.images.prepare(sources)
+    images = await services.images.prepare(sources, chat.request.cache_salt)
+    return replace(chat, messages=messages), images
 
 
 def _answer_text(reasoning: ReasoningFormat, start: Start) -> Callable[[str], str]:

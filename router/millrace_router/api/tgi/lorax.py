@@ -53,7 +53,7 @@ async def rendered(
     services, text = request.app[SERVICES], generation_request.text
     images = services.images
     content, sources = images.parts_of(text)
-    prepared = await images.prepare(sources) if sources else ()
+    prepared = await images.prepare(sources, generation_request.cache_salt) if sources else ()
     if parameters.apply_chat_template:
         turn = {"role": "user", "content": content if prepared else text}
         now = names_of(request).created
