@@ -22,6 +22,7 @@ FRAME_HEAD_BYTES = 8
 START_SECONDS = 30.0
 END_SECONDS = 5.0
 """For a process that has closed its output to end by itself."""
+MOST_TRIES = 3
 OWN_BYTES = 512 << 20
 """Address space of the process without a picture."""
 BYTES_PER_PIXEL = 16
@@ -33,7 +34,7 @@ class DecodingError(Exception):
 
 
 class BrokenProcessError(Exception):
-    """The process took too long with this picture, or ended twice."""
+    """The process took too long with this picture, or ended with it each time."""
 
 
 class NotStartedError(Exception):
@@ -104,16 +105,7 @@ class DecodingProcess:
 
         """
         async with self._turn:
-            try:
-                answer, pixels = await self._answer(content, detail)
-            except _EndedError as error:
-                if error.status == -signal.SIGXCPU:
-                    raise BrokenProcessError from error
-                # What has ended it may have had nothing to do with this picture.
-                try:
-                    answer, pixels = await self._answer(content, detail)
-                except _EndedError as again:
-                    raise BrokenProcessError from again
+            answer, pixels = await self._answered(content, detail)
         if "refusal" in answer:
             raise DecodingError(answer["refusal"])
         return Tiles(
@@ -126,6 +118,19 @@ class DecodingProcess:
             tuple(answer["tile"]),
             answer["is_grid"],
         )
+
+    async def _answered(self, content: bytes, detail: Detail) -> tuple[dict[str, Any], bytes]:
+        """Ask until there is an answer: what has ended a process may have had nothing to do with the picture."""
+        for tries_left in reversed(range(MOST_TRIES)):
+            try:
+                return await self._answer(content, detail)
+            except NotStartedError:
+                if not tries_left:
+                    raise
+            except _EndedError as error:
+                if error.status == -signal.SIGXCPU or not tries_left:
+                    raise BrokenProcessError from error
+        raise AssertionError
 
     async def _answer(self, content: bytes, detail: Detail) -> tuple[dict[str, Any], bytes]:
         """Ask the process once; raises as `decode`, and _EndedError."""
