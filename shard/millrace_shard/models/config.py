@@ -51,10 +51,22 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 LARGEST_NUMBER = 3.4028234663852886e38
 """Of float32."""
 LARGEST_COUNT = (1 << 31) - 1
+CONFIG_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors of code that meets a field of another kind than it expects."""
 LARGEST_COUNTS = {
-    "max_position_embeddings": 1 << 24,
-    "num_attention_heads": 1 << 12,
-    "num_hidden_layers": 1 << 12,
+    **dict.fromkeys(("max_position_embeddings", "max_seq_len", "n_positions"), 1 << 24),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 1 << 12),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 1 << 12),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 1 << 16),
+    "vocab_size": 1 << 22,
 }
 """Bounds of counts by which memory is taken and loops run before tensors are compared with them."""
 

@@ -17,9 +17,11 @@ from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.layer_weights import Activation
 from millrace_shard.models import split
 from millrace_shard.models.config import (
+    CONFIG_ERRORS,
     LARGEST_COUNT,
     LARGEST_COUNTS,
     cache_dtype_of,
+    is_number,
     kv_cache_scheme,
     text_part,
 )
@@ -43,6 +45,14 @@ SENTENCE_TRANSFORMERS = "modules.json"
 """The list of a model's parts in the format of sentence-transformers."""
 END_TOKENS = ("eos_token", "eot_token")
 """Names of end tokens in the files of a tokenizer: of a text, and of a turn."""
+COUNTS_OF_LAYERS = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_key_value_heads",
+)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -82,7 +92,7 @@ class ModelDescription:
             eos_token_ids=ends,
             spec=None
             if family is None
-            else replace(family.read(text), may_lack_head=_is_embedding(folder, text)),
+            else replace(_spec_of(family, text), may_lack_head=_is_embedding(folder, text)),
             config=config,
             kv_cache_scheme=kv_cache_scheme(text),
         )
@@ -155,6 +165,18 @@ def family_of(text: Mapping[str, Any]) -> Family | None:
     return FAMILIES.get(model_type) or SAME_TYPES.get(model_type)
 
 
+def _spec_of(family: Family, text: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a model. Raises UnsupportedModel."""
+    try:
+        return family.read(text)
+    except ModelError:
+        raise
+    except CONFIG_ERRORS as error:
+        raise UnsupportedModel(
+            f"config.json has a field that no {text['model_type']} has in this form: {error}"
+        ) from error
+
+
 def _num_parameters(spec: DecoderSpec) -> int:
     total, others = spec.vocab_size * (1 if spec.tied_head else 2), 0
     for layer in spec.layers:
@@ -207,22 +229,31 @@ def read_any_config(folder: Path) -> PretrainedConfig:
             f"model_type={model_type!r} in {folder / 'config.json'} is not known; these are served:"
             f" {', '.join((*FAMILIES, *SUPPORTED))}; the nearest is {nearest_family(text_part(raw))}"
         )
+    _check_counts(text_part(raw))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OSError,
-        StrictDataclassError,
-    ) as error:
+        _check_counts(config.to_dict())
+    except ModelError:
+        raise
+    except (*CONFIG_ERRORS, OSError, StrictDataclassError) as error:
         raise ModelError(
             f"{folder / 'config.json'} is not a valid {model_type} config: {error}"
         ) from error
     return config
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for counts that are too large, or none of which a layer can be made."""
+    for name, most in LARGEST_COUNTS.items():
+        value = fields.get(name)
+        if is_number(value) and value > most:
+            raise UnsupportedModel(f"{name}={value} is not supported; at most {most} is")
+    for name in COUNTS_OF_LAYERS:
+        value = fields.get(name)
+        if value is not None and not (type(value) is int and value > 0):
+            raise UnsupportedModel(f"{name}={value!r} must be a positive whole number")
 
 
 def _longest_sequence(spec: DecoderSpec) -> int:

@@ -174,7 +174,9 @@ def _heads(
         config = _file(model_id, "config.json", revision=revision, settings=settings)
     except HubError as error:
         cause = error.__cause__
-        is_absent = isinstance(cause, EntryNotFoundError) and not isinstance(cause, OSError)
+        # What the hub says is an OSError, too.
+        is_absent = isinstance(cause, EntryNotFoundError)
+        is_absent = is_absent and not isinstance(cause, FileNotFoundError)
         if settings.offline or is_absent:
             # The search for a model reports the error.
             return None

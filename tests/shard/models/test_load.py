@@ -191,6 +191,46 @@ def test_rope_overrides_that_make_no_sense_are_refused(
         read_model(tmp_path, rope_override=RopeOverride(*override))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("llama", {"vocab_size": 10**9}, "vocab_size=1000000000 is not supported; at most 4194304"),
+        ("bloom", {"n_layer": 5 * 10**7}, "n_layer=50000000 is not supported; at most 4096"),
+        ("dbrx", {"n_layers": 5 * 10**7}, "n_layers=50000000 is not supported; at most 4096"),
+        (
+            "gpt_neox",
+            {"num_hidden_layers": 5 * 10**7},
+            "num_hidden_layers=50000000 is not supported",
+        ),
+        ("deepseek_v2", {"kv_lora_rank": 10**9}, "kv_lora_rank=1000000000 is not supported"),
+        ("ernie4_5_moe", {"moe_layer_end_index": [1]}, r"moe_layer_end_index=\[1\] must be"),
+        ("hunyuan_v1_moe", {"moe_topk": {}}, r"moe_topk=\{\} must be one positive whole number"),
+        ("hunyuan_v1_moe", {"num_experts": []}, r"num_experts=\[\] must be one positive"),
+        ("gpt2", {"dtype": [1]}, "is not a valid gpt2 config"),
+        ("gpt2", {"n_head": 0}, "n_head=0 must be a positive whole number"),
+        ("gpt_neox", {"num_attention_heads": 0}, "num_attention_heads=0 must be a positive"),
+        ("starcoder2", {"num_key_value_heads": "x"}, "num_key_value_heads='x' must be a positive"),
+        ("phi", {"vocab_size": -1}, "vocab_size=-1 must be a positive whole number"),
+        ("phi", {"pad_token_id": 10**9}, "Padding_idx must be within num_embeddings"),
+    ],
+)
+def test_fields_that_no_layer_can_be_made_of_are_refused(
+    model_type: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, model_type)
+    edit_json(tmp_path / "config.json", **fields)
+    with pytest.raises(ModelError, match=message):
+        read_model(tmp_path)
+
+
+def test_an_activation_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "dbrx")
+    config = json.loads((tmp_path / "config.json").read_text())
+    edit_json(tmp_path / "config.json", ffn_config=config["ffn_config"] | {"ffn_act_fn": "silu"})
+    with pytest.raises(UnsupportedModel, match="ffn_act_fn='silu' must be an object with a name"):
+        read_model(tmp_path)
+
+
 def test_rope_override_reaches_the_transformers_backend(tmp_path: Path) -> None:
     made_so = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     reference = save_tiny(

@@ -142,6 +142,20 @@ def test_a_hub_that_cannot_be_reached_leaves_the_files_of_the_cache(
         served(f"{REPO}:BF16", hub, tmp_path)
 
 
+def test_a_start_without_a_type_finds_gguf_files_and_says_what_else_is_there(
+    files: Mapping[str, bytes], tmp_path: Path
+) -> None:
+    with fake_hub.serve(Hub(files)) as hub:
+        known = settings(hub, tmp_path)
+        model = Checkpoints.find(REPO, draft_model=None, revision=None, settings=known).model
+        assert json.loads((model / "config.json").read_text())["model_type"] == "llama"
+        hub.files = {"mmproj-m.gguf": b"GGUF"}
+        other = settings(hub, tmp_path / "other")
+        with pytest.raises(HubError) as refused:
+            Checkpoints.find("org/other", draft_model=None, revision=None, settings=other)
+        assert "404" not in str(refused.value)
+
+
 def test_revision_and_token_are_those_of_other_models(
     files: Mapping[str, bytes], tmp_path: Path
 ) -> None:

@@ -96,7 +96,10 @@ def _experts(config: ConfigReader) -> ExpertsSpec:
     norm = own.value("moe_normalize_expert_weights")
     if norm is not None and not (is_number(norm) and norm == 1):
         raise UnsupportedModel(f"moe_normalize_expert_weights={norm!r} is not supported, only 1")
-    gate = ConfigReader(own.value("ffn_act_fn") or {}, {"name": "silu", "model_type": "dbrx"})
+    act = own.value("ffn_act_fn") or {}
+    if not isinstance(act, dict):
+        raise UnsupportedModel(f"ffn_act_fn={act!r} must be an object with a name")
+    gate = ConfigReader(act, {"name": "silu", "model_type": "dbrx"})
     rule = RoutingRule(top_k=top_k, scoring=Scoring.SOFTMAX, renormalise=norm is not None)
     return ExpertsSpec(
         router=RouterSpec(num_experts=count, rule=rule),

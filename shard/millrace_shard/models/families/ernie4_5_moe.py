@@ -61,7 +61,7 @@ def _is_sparse(config: ConfigReader, num_layers: int) -> list[bool]:
     """Whether each layer has experts: every `moe_layer_interval`-th, from a first one to a last one."""
     first, interval = config.whole("moe_layer_start_index"), config.count("moe_layer_interval")
     last = config.value("moe_layer_end_index")
-    end = num_layers if last in {-1, None} else config.whole("moe_layer_end_index") + 1
+    end = num_layers if last in (-1, None) else config.whole("moe_layer_end_index") + 1
     return [(layer + 1) % interval == 0 and first <= layer < end for layer in range(num_layers)]
 
 

@@ -51,9 +51,8 @@ def _spec(config: ConfigReader) -> DecoderSpec:
 def _of_all_layers(config: ConfigReader, name: str) -> int:
     """A whole number, which published configs have once or for each layer; layers with other ones are refused."""
     value = config.value(name)
-    same = set(value) if isinstance(value, list) and value else {value}
-    (first, *others) = same
-    if others or type(first) is not int or first < 1:
+    first, *others = value if isinstance(value, list) and value else [value]
+    if any(other != first for other in others) or type(first) is not int or first < 1:
         raise UnsupportedModel(f"{name}={value!r} must be one positive whole number for all layers")
     return first
 

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from millrace_shard.device.process_group import GroupError
 from millrace_shard.errors import ModelError, UnsupportedModel
+from millrace_shard.models.config import CONFIG_ERRORS
 from millrace_shard.models.transformers_backend.paged_attention import (
     NAME,
     AttentionRule,
@@ -46,7 +47,9 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), attn_implementation=NAME, trust_remote_code=False
             )
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+    except ModelError:
+        raise
+    except (*CONFIG_ERRORS, ImportError) as error:
         raise UnsupportedModel(
             f"{kind.__name__} cannot be made from its config: {error}"
         ) from error

@@ -20,6 +20,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.models.config import CONFIG_ERRORS
 from millrace_shard.models.interface import ModelInfo
 from millrace_shard.models.kv_scales import read_kv_scales
 from millrace_shard.models.transformers_backend.kernel_linear import ProjectionReplacement
@@ -66,7 +67,7 @@ def read_class(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pr
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, *CONFIG_ERRORS) as error:
         raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
     for name, shape, expected in sorted(report["mismatched_keys"]):
         raise WeightsError(
