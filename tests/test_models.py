@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
+from tools import model_table
 
 from millrace_shard.config import ShardConfig
 from millrace_shard.models.families.registry import FAMILIES, SAME_TYPES
@@ -21,8 +24,10 @@ def rows(heading: str) -> list[list[str]]:
     """The cells of the rows of the first table below a heading."""
     _, found, text = PAGE.partition(f"# {heading}\n")
     assert found, heading
-    lines = re.findall(r"^\|.*\|$", text.partition("\n#")[0], re.MULTILINE)
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    first = re.search(r"(?:^\|.*\|\n)+", text.partition("\n#")[0], re.MULTILINE)
+    assert first, heading
+    lines = first[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 MODELS, FORMAT_ROWS = rows("Models that start"), rows("Formats that start")
@@ -68,3 +73,14 @@ def test_every_value_of_a_flag_is_in_its_table(heading: str, field: str) -> None
 def test_every_row_names_a_test(row: list[str]) -> None:
     assert re.fullmatch(r"`(test_\w+\.py)`", row[-1]), row[-1]
     assert row[-1].strip("`") in TESTS
+
+
+def test_the_table_of_tests_is_what_their_parameters_name() -> None:
+    """`python -m tools.model_table` writes it."""
+    subprocess.run([sys.executable, "-m", "tools.model_table", "--check"], cwd=ROOT, check=True)
+
+
+def test_a_type_has_the_columns_of_tests_with_its_name() -> None:
+    logits, lora = (model_table.COLUMNS[name][0] for name in ("logits", "LoRA"))
+    ids = [f"{logits}[llama]", f"{lora}[llama-cpu]", f"{lora}[llamas]", f"{logits}s[mpt]", "x[opt]"]
+    assert model_table.tested(ids) == {"llama": {"logits", "LoRA"}, "mpt": {"logits"}}

@@ -209,7 +209,10 @@ DTYPES = {"plain": torch.float32, "cpu": torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("family", ["idefics3", "gemma3", "paligemma", "internvl", "mistral3"])
+@pytest.mark.parametrize(
+    "family",
+    ["idefics3", "smolvlm", "gemma3", "llava", "paligemma", "internvl", "pixtral", "mistral3"],
+)
 def test_bits_do_not_depend_on_where_chunks_end(tmp_path: Path, name: str, family: str) -> None:
     save_tiny_vision(tmp_path, family)
     dtype = DTYPES[name]
@@ -394,7 +397,10 @@ def after_prefix(whole: Forward, cached: int) -> Forward:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("family", ["idefics3", "gemma3", "paligemma", "internvl", "mistral3"])
+@pytest.mark.parametrize(
+    "family",
+    ["idefics3", "smolvlm", "gemma3", "llava", "paligemma", "internvl", "pixtral", "mistral3"],
+)
 def test_bits_do_not_depend_on_a_prefix_that_ends_inside_an_image(
     tmp_path: Path, name: str, family: str
 ) -> None:
@@ -540,10 +546,11 @@ def test_a_reduction_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_bits_of_a_reduced_grid_do_not_depend_on_company_chunks_and_cached_prefixes(
-    tmp_path: Path, name: str
+@pytest.mark.parametrize("family", GRID_FAMILIES)
+def test_bits_of_a_grid_do_not_depend_on_company_chunks_and_cached_prefixes(
+    tmp_path: Path, name: str, family: str
 ) -> None:
-    save_tiny_vision(tmp_path, "llava_onevision")
+    save_tiny_vision(tmp_path, family)
     kernels = make_kernels(name, deterministic=True, dtype=DTYPES[name])
     alone, other = (ImageStepper(tmp_path, kernels, DTYPES[name], num_rows=80) for _ in range(2))
     prompt = packed(alone, (40, 50))
@@ -551,17 +558,19 @@ def test_bits_of_a_reduced_grid_do_not_depend_on_company_chunks_and_cached_prefi
     alone.encode([0] * len(tiles), range(len(tiles)))
     whole = alone.admission_of(0, prompt)
     expected = bits_of(alone.run(whole))
-    packed(other, (40, 50), first_row=ROWS)
+    # The other picture may have a row more than its tile.
+    behind = ROWS + 1
+    packed(other, (40, 50), first_row=behind)
     other.put(picture(1, seed=5), slot=1)
     most = other.spec.num_layers
     other.encode([0, 0, 1], [0, 1, 0], [most, 3, most])
     other.encode([0, 0, 0, 0], [1, 2, 3, 4], [most - 3, most, most, most])
-    assert torch.equal(other.features.values[ROWS:][:64], alone.features.values[:64])
+    assert torch.equal(other.features.values[behind:][:64], alone.features.values[:64])
     alone.runner.drop(ints([0]))
     for cached in (6, 20):
         assert bits_of(alone.run(after_prefix(whole, cached))) == expected
         alone.runner.drop(ints([1]))
-    step = other.admission_of(0, prompt, first_row=ROWS)
+    step = other.admission_of(0, prompt, first_row=behind)
     for end in (5, 14, 17, len(prompt.ids) - 5):
         other.free[:] = range(100, 0, -1)
         assert bits_of(other.chunks(step, [end, len(prompt.ids) - end])) == expected
@@ -579,7 +588,19 @@ def test_a_device_that_is_not_waited_for_computes_the_same(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "family", ["smolvlm", "gemma3", "paligemma", "llava_next", "internvl", "mistral3"]
+    "family",
+    [
+        "idefics3",
+        "smolvlm",
+        "gemma3",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "paligemma",
+        "internvl",
+        "pixtral",
+        "mistral3",
+    ],
 )
 def test_two_ranks_have_the_features_of_one(tmp_path: Path, family: str) -> None:
     save_tiny_vision(tmp_path / "model", family)
