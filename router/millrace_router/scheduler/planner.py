@@ -21,6 +21,8 @@ from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 
 MOST_STEPS_BEFORE_TILE = 4
 """Steps with prompts that go on while a picture waits to be encoded."""
+ENCODER_SHARE = 0.5
+"""Of the time of a step: the encoder's layers take up to 1.5 times what is expected, and make decodes slower."""
 
 
 class Planner:
@@ -281,7 +283,7 @@ class Planner:
         return self._steps_since_tile >= least
 
     def _most_encoder_layers(self, images: ImageFeatures) -> int:
-        """Return layers that take no longer than a step of the rows, or than the goal leaves them; all without rows."""
+        """Return layers that take no longer than half a step of the rows, or than the goal leaves; all without rows."""
         if not self.rows or self._cost is None:
             return images.num_layers
         tile_seconds = self._cost.tile_seconds * images.next_cost
@@ -292,7 +294,7 @@ class Planner:
         if not tile_seconds or step_seconds is None:
             return 1
         goal = self.budgets.target_inter_token_latency or 0.0
-        seconds = max(step_seconds, goal - step_seconds)
+        seconds = max(ENCODER_SHARE * step_seconds, goal - step_seconds)
         return max(1, min(images.num_layers, int(seconds / tile_seconds * images.num_layers)))
 
     def _drop_closed(self) -> None:
