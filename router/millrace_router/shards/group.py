@@ -341,11 +341,15 @@ class ShardGroup:
         """As `_all`, but no call runs any more when one has failed."""
         results = await asyncio.gather(*calls, return_exceptions=True)
         failed = next((result for result in results if isinstance(result, BaseException)), None)
-        if isinstance(failed, STREAM_ERRORS):
-            raise from_grpc(failed) from failed
-        if failed is not None:
-            raise failed
-        return [result for result in results if not isinstance(result, BaseException)]
+        try:
+            if isinstance(failed, STREAM_ERRORS):
+                raise from_grpc(failed) from failed
+            if failed is not None:
+                raise failed
+            return [result for result in results if not isinstance(result, BaseException)]
+        finally:
+            # An error has this frame, and they would keep each other, and the error's call its channel.
+            del results, failed
 
     async def _states(self) -> list[pb.HealthResponse]:
         timeout = self.silence_seconds
@@ -365,3 +369,6 @@ class ShardGroup:
                 if isinstance(loss, ShardLost):
                     raise loss from failed
             raise
+        finally:
+            # As in `_each`.
+            tasks.clear()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+import gc
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import Event
@@ -208,6 +209,33 @@ async def test_a_step_that_fails_with_the_loss_of_a_rank_is_a_loss(
             await group.read()
     await group.close()
     assert type(raised.value) is kind
+
+
+async def fails(call: Awaitable[object]) -> bool:
+    try:
+        await call
+    except ShardError:
+        return True
+    return False
+
+
+async def test_calls_that_find_no_shard_leave_nothing_that_connects_later(tmp_path: Path) -> None:
+    """A failed call keeps its channel, which connects to the next shard, as long as anything keeps the call."""
+    channel = StepChannel(ShardGroup([f"unix:{tmp_path}/nobody"] * 2))
+    channel.epoch = 1
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert await fails(channel.open())
+            assert await fails(channel.group.load_adapter(1, 0, "digest", timeout=1.0))
+        # The event loop lets the last errors go in its next rounds.
+        await asyncio.gather(channel.reset(), channel.reset())
+        calls = [each for each in gc.get_objects() if isinstance(each, grpc.aio.UnaryUnaryCall)]
+    finally:
+        gc.enable()
+        await channel.close()
+    assert calls == []
 
 
 async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:
