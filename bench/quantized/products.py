@@ -76,7 +76,7 @@ class Library:
     def __init__(self, path: str) -> None:
         self._path = path
         text = subprocess.check_output(["objdump", "-d", "--no-show-raw-insn", path], text=True)
-        pattern = re.compile(r"^ +([0-9a-f]+):\t(\S+)", re.MULTILINE)
+        pattern = re.compile(r"^ +([0-9a-f]+):\t(?:\{vex\} )?(\S+)", re.MULTILINE)
         self._names = {int(at, 16): name for at, name in pattern.findall(text)}
 
     def base(self, pid: int) -> int:

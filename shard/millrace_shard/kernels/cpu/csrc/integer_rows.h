@@ -127,8 +127,10 @@ class IntegerRows {
   template <int kFirst, int kCount, bool kHasStarts = true, typename Add>
   [[gnu::always_inline]] void products(const uint8_t* values, int vector, const int8_t* left, const RoundedInputs* rounded,
                                        int half, const Add& add) const {
-    // The compiler would keep the left operand for all vectors, which takes more registers than there are.
-    if constexpr (kVectors != kTogether) asm volatile("" : "+r"(left));
+    // The compiler would keep the left operand for all vectors, and starts and scales of rows with it, which takes more
+    // registers than there are. Without quads it stores sums in any case, and has fewer to do so with the latter.
+    if constexpr (kVectors != kTogether && kHasQuads) asm volatile("" : "+r"(left) : : "memory");
+    if constexpr (kVectors != kTogether && !kHasQuads) asm volatile("" : "+r"(left));
     Ints numbers[kTogether][kLefts];
     const auto start = [&](int row) { return all_ints(kHasStarts ? rounded[row * stride_].starts[half] : 0); };
     if constexpr (kBeginsWithStarts)
