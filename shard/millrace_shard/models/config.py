@@ -96,6 +96,10 @@ class ConfigReader:
         self._read.add(name)
         return self._fields.get(name)
 
+    def has(self, name: str) -> bool:
+        """Whether the field has a value, or is null in the file."""
+        return name in self._fields
+
     def count(self, name: str) -> int:
         value = self.value(name)
         if not _is_whole(value) or value < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from dataclasses import replace
@@ -174,6 +175,20 @@ def test_the_published_config_of_kimi_k2_is_read_as_one_of_deepseek_v3(tmp_path:
     assert (rule.num_groups, rule.scale) == (1, 2.827)
     # A trillion parameters.
     assert model.num_parameters() == pytest.approx(1.026e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("value", "renormalises"), [(True, True), (False, False), (None, False), (..., True)]
+)
+def test_kimi_linears_scores_are_renormalised_as_in_its_class(
+    value: object, renormalises: bool, tmp_path: Path
+) -> None:
+    fields = {name: each for name, each in KIMI_LINEAR.items() if name != "moe_renormalize"}
+    fields |= {} if value is ... else {"moe_renormalize": value}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    spec = ModelDescription.read(tmp_path).spec
+    assert spec is not None
+    assert experts_of(spec).router.rule.renormalise == renormalises
 
 
 def test_the_published_config_of_kimi_linear_is_read(tmp_path: Path) -> None:

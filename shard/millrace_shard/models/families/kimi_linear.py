@@ -83,7 +83,10 @@ def _kinds(config: ConfigReader, linear: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _spec(config: ConfigReader) -> DecoderSpec:
-    written = {name: config.value(alias) for alias, name in WRITTEN.items()}
+    written = {name: config.value(alias) for alias, name in WRITTEN.items() if config.has(alias)}
+    if written.get("norm_topk_prob", True) is None:
+        # As in the class.
+        written["norm_topk_prob"] = False
     config = config.with_fields(
         **{name: each for name, each in written.items() if each is not None}
     )
