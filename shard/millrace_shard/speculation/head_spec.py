@@ -16,6 +16,7 @@ from typing import Any
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.models.families.nemotron_h import MTP_NAMES
 from millrace_shard.models.families.registry import FAMILIES
+from millrace_shard.models.quantized import named_linears
 from millrace_shard.models.rope import longest_position
 from millrace_shard.models.spec import DecoderSpec, Halves, LayerNames, LayerSpec, WeightNames
 from millrace_shard.models.split import check_split
@@ -72,6 +73,7 @@ VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
 """Fields of EAGLE-3 heads that change what they compute, and are not supported."""
 TAPS = "eagle_aux_hidden_state_layer_ids"
 _MTP_NORMS = "enorm", "hnorm", "shared_head.norm"
+_LAYER_NORMS = "input_layernorm", "post_attention_layernorm"
 _QWEN_MTP = "mtp."
 """Begins the names of Qwen's MTP layer, which always has attention."""
 _QWEN_MTP_NORMS = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
@@ -115,11 +117,14 @@ def _mtp(folder: Path, target: DecoderSpec) -> HeadSpec:
                     f"--speculator mtp: {folder} has no MTP layer, for tensor {name} is missing"
                 )
             _check_shape(files, name, shape)
-    more = max(0, target.num_more_layers - 1)
+        more = max(0, target.num_more_layers - 1)
+        layers = (*target.layers, layer)
+        decoder = replace(target, layers=layers, num_more_layers=more, names=names)
+        _check_linears(files, decoder, prefix)
     return HeadSpec(
         kind=HeadKind.MTP,
         folder=folder,
-        decoder=replace(target, layers=(*target.layers, layer), num_more_layers=more, names=names),
+        decoder=decoder,
         index=index,
         prefix=prefix,
         join=join,
@@ -310,6 +315,23 @@ def _check_shape(files: SafetensorFiles, name: str, shape: tuple[int, ...]) -> N
         raise UnsupportedModel(
             f"tensor {name} in {files.file_name(name)} has shape {list(stored)}; for the model it must be {list(shape)}"
         )
+
+
+def _check_linears(files: SafetensorFiles, decoder: DecoderSpec, prefix: str) -> None:
+    """Refuse an MTP layer, the last of `decoder` with names behind `prefix`, without a linear or of other shapes."""
+    own, names = f"{decoder.names.layers}.{len(decoder.layers) - 1}.", files.names()
+    for norm in _LAYER_NORMS:
+        if (name := f"{prefix}{norm}.weight") in files:
+            _check_shape(files, name, (decoder.hidden_size,))
+    for linear in named_linears(decoder)[:-1]:
+        if not linear.module.startswith(own):
+            continue
+        module = prefix + linear.module.removeprefix(own)
+        tensors = [name for name in names if name.startswith(f"{module}.")]
+        if not tensors:
+            raise UnsupportedModel(f"--speculator mtp: there is no tensor of {module}")
+        if tensors == [f"{module}.weight"]:
+            _check_shape(files, tensors[0], (linear.outputs, linear.inputs))
 
 
 def _check_names(folder: Path, files: SafetensorFiles, known: set[str], prefix: str) -> None:

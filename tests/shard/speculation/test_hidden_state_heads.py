@@ -480,6 +480,31 @@ def test_mtp_layers_of_recurrent_models_draft_by_their_formula_and_change_no_bit
         assert list(ids) == mtp.draft(whole, len(ids))
 
 
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("glm4_moe", "model.layers.4."),
+        ("qwen3_next", "mtp.layers.0."),
+        ("nemotron_h", "mtp.layers.0.mixer."),
+    ],
+)
+def test_mtp_layers_without_a_linear_are_refused_by_their_header(
+    kind: str, own: str, tmp_path: Path
+) -> None:
+    model, path = save_tiny(tmp_path, kind), tmp_path / "model.safetensors"
+    MtpHead(tmp_path, model) if kind == "glm4_moe" else RecurrentMtpHead(tmp_path, kind, model)
+    tensors, spec = load_file(path), ModelDescription.read(tmp_path).spec
+    assert spec is not None
+    (name,) = (name for name in tensors if name.startswith(own) and "o_proj.weight" in name)
+    save_file(tensors | {name: tensors[name][1:]}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"tensor {name} in .* for the model it must be"):
+        read_head(MTP, tmp_path, spec, 1)
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"there is no tensor of {name.removesuffix('.weight')}"):
+        read_head(MTP, tmp_path, spec, 1)
+
+
 def test_mtp_layers_of_nemotron_of_other_kinds_are_refused(tmp_path: Path) -> None:
     RecurrentMtpHead(tmp_path, "nemotron_h", save_tiny(tmp_path, "nemotron_h"))
     path = tmp_path / "model.safetensors"
