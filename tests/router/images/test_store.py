@@ -167,16 +167,14 @@ async def test_requests_at_once_have_memory_for_all_their_images_or_wait_for_it(
     await asyncio.gather(*(use(names) for names in ("abc", "def", "ghi", "ajk", "lmn") * 3))
 
 
-async def test_requests_that_find_no_memory_are_all_refused_after_one_wait() -> None:
+async def test_requests_that_find_no_memory_are_refused_and_leave_it_to_later_ones() -> None:
     store = store_of(FakeProcess())
     held = await store.prepare([source("a")])
-    begin = time.monotonic()
     errors = await asyncio.gather(
         *(store.prepare([source(f"{n}{name}") for name in "abc"]) for n in range(20)),
         return_exceptions=True,
     )
     assert {type(error) for error in errors} == {Overloaded}
-    assert time.monotonic() - begin < 20 * 0.05
     del held
     assert len(await store.prepare([source(name) for name in "abc"])) == 3
 
