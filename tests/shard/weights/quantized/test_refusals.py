@@ -370,8 +370,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_hidden_layers": 4096}, "tensor model.layers.2.input_layernorm.* is missing"),
     (
         "llama",
-        {"vocab_size": 2**31 - 1},
-        r"embed_tokens.weight .*\[199, 64\], .*\[2147483647, 64\]",
+        {"vocab_size": 1 << 22},
+        r"embed_tokens.weight .*\[199, 64\], .*\[4194304, 64\]",
     ),
     ("llama", {"hidden_size": 2**20}, "embed_tokens.weight has shape"),
     ("llama", {"intermediate_size": 2**20}, "mlp.gate_proj.weight has shape"),
