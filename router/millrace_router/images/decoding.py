@@ -30,10 +30,10 @@ NICENESS = 5
 OPEN_FILES = 3
 """Standard input, output and errors: nothing else can be opened."""
 MOST_TEXT_BYTES = 4 << 20
-"""Of the texts of a PNG, which are unpacked with it."""
+"""All texts of a PNG together; Pillow unpacks them when it opens the file."""
 SCAN = b"\xff\xda"
 MOST_SCANS = 16
-"""Of a JPEG with as many pixels as are allowed; each scan passes over all of them. Encoders make about 10."""
+"""A JPEG of the largest size may have so many scans, and a smaller one more: each takes time for every pixel."""
 
 
 class _Refused(Exception):  # noqa: N818

@@ -20,9 +20,9 @@ from millrace_router.scheduler.queue import RequestQueue
 from millrace_router.scheduler.step_plan import Budgets, Row, StepPlan
 
 MOST_STEPS_BEFORE_TILE = 4
-"""Steps with prompts that go on while a picture waits to be encoded."""
+"""Most steps with prompts that run before a waiting tile is encoded."""
 ENCODER_SHARE = 0.5
-"""Of the time of a step: the encoder's layers take up to 1.5 times what is expected, and make decodes slower."""
+"""Share of a step's time for the encoder. Its layers take up to 1.5 times the predicted time."""
 
 
 class Planner:
