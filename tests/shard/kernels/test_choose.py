@@ -133,6 +133,15 @@ def test_unsupported_dtypes_and_shapes_run_on_plain_kernels(
     assert chosen(dtype, head_dim) == "plain"
 
 
+@pytest.mark.parametrize("head_dim", [24, 64, 80])
+def test_heads_of_any_multiple_of_8_run_on_compiled_kernels(head_dim: int) -> None:
+    try:
+        load_operators()
+    except BuildError as error:
+        pytest.skip(str(error))
+    assert chosen(torch.bfloat16, head_dim) == "cpu"
+
+
 def test_float16_on_cpu_is_logged_with_the_flag_that_helps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,13 +1,9 @@
 """Kernels for x86 CPUs: compiled operators over pages of 64 positions, in bfloat16 or float32.
 
-Linears are packed in blocks for our operator, or reordered by oneDNN. With the blocked form, and with oneDNN in
-float32, a row's bits do not depend on other rows. With oneDNN in bfloat16 they do; it is up to a fifth faster from
-about 100 rows on, and slower below.
-
-bfloat16 weights use operators over tiles, for half a layer or for all layers. A row's bits depend neither on the
-composition of the batch, nor on the prefill chunks, nor on the number of threads. Heads whose width is not a multiple
-of 32 use ATen's brgemm instead, which needs AVX-512. Only one thread may call the kernels; torch.set_num_threads sets
-the number of threads of a call.
+bfloat16 weights use operators over tiles, for half a layer or for all layers; float32 ones are reordered by oneDNN. A
+row's bits depend neither on the composition of the batch, nor on the prefill chunks, nor on the number of threads.
+Heads whose width is not a multiple of 32 are attended in blocks of rows instead. Only one thread may call the kernels;
+torch.set_num_threads sets the number of threads of a call.
 """
 
 from __future__ import annotations
@@ -76,34 +72,8 @@ ROWS_HINT = 64
 """The number of rows for which oneDNN chooses the layout; its influence on speed is small."""
 
 
-def pack(weight: Tensor, bias: Tensor | None, *, deterministic: bool) -> Linear:
-    """The linear for the dtype and shape of `weight`; in plain torch where neither packed form fits."""
-    exact = weight.dtype == torch.float32
-    if (exact or not deterministic) and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return ReorderedLinear(weight, bias)
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0:
-        return BlockedLinear(weight, bias)
-    return FixedShapeLinear(weight, bias)
-
-
-class BlockedLinear:
-    """A bfloat16 linear by our operator, which sums over `in` (even) in one order."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._out = weight.shape[0]
-        self._packed = torch.ops.millrace.pack_linear(weight.contiguous())
-        self._bias = weight.new_empty(0) if bias is None else bias.contiguous()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out]."""
-        y = x.new_empty(*x.shape[:-1], self._out)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        torch.ops.millrace.packed_linear(y.view(-1, self._out), rows, self._packed, self._bias)
-        return y
-
-
 class ReorderedLinear:
-    """A linear by oneDNN. In float32 a single row gets other bits, so it is padded to two."""
+    """A float32 linear by oneDNN. A single row gets other bits, so it is padded to two."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._out = weight.shape[0]
@@ -116,7 +86,7 @@ class ReorderedLinear:
         num_rows = rows.shape[0]
         if num_rows == 0:
             return x.new_empty(*x.shape[:-1], self._out)
-        if num_rows == 1 and x.dtype == torch.float32:
+        if num_rows == 1:
             rows = F.pad(rows, (0, 0, 0, 1))
         y: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
             rows, self._packed, self._bias, "none", [], ""
@@ -153,7 +123,9 @@ class CpuKernels(ComposedBlocks):
         """Pack `weight` [out, in] and keep `bias` [out]."""
         if self.tiles and weight.dtype == torch.bfloat16:
             return PanelLinear(_stored(weight, bias))
-        return pack(weight, bias, deterministic=self.deterministic)
+        if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return ReorderedLinear(weight, bias)
+        return FixedShapeLinear(weight, bias)
 
     def linear_from(self, weights: LinearWeights) -> Linear:
         """Pack the weight, directly from the mapped file if tiles take it."""

@@ -11,26 +11,22 @@ from torch import Tensor
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.cpu.operators import CpuKernels
-from millrace_testing.engines.kernels import TILE_UNITS, make_kernels, need_brgemm, tiles_by
+from millrace_testing.engines.kernels import TILE_UNITS, make_kernels, tiles_by
 
 CPU = torch.device("cpu")
 CONTEXTS = (1, 64, 65, 300, 777)
 """Parts of a page, pages, and more than a chunk of keys."""
 QUERIES = (1, 1, 65, 37, 1)
-UNITS = (*TILE_UNITS, "brgemm", "float32")
+UNITS = (*TILE_UNITS, "blocks", "float32")
 WIDTHS = {"published": (576, 512), "narrow": (96, 32), "odd": (48, 40)}
 """Channels of a key, and of the latent in it."""
 
 
 @pytest.fixture(params=UNITS)
 def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
-    """Kernels that multiply by a unit; those of float32 are called so."""
-    if request.param == "float32":
+    """Kernels that multiply by a unit, or in blocks of rows; those of float32 are called so."""
+    if request.param in {"blocks", "float32"}:
         make_kernels("cpu", deterministic=True)
-        yield CpuKernels(deterministic=True, tiles=False)
-    elif request.param == "brgemm":
-        make_kernels("cpu", deterministic=True)
-        need_brgemm()
         yield CpuKernels(deterministic=True, tiles=False)
     else:
         with tiles_by(request.param):
@@ -72,8 +68,6 @@ def test_attention_over_latents_matches_float64(
     widths: str, heads: int, kernels: CpuKernels, dtype: torch.dtype
 ) -> None:
     width, dim = WIDTHS[widths]
-    if widths == "odd" and dtype == torch.bfloat16:
-        need_brgemm()
     keys = torch.randn(sum(CONTEXTS), 1, width).to(dtype)
     queries = torch.randn(sum(QUERIES), heads + 1, width).to(dtype)[:, :heads]
     result = attended(kernels, queries, filled(kernels, keys, dim)).view(-1, heads, dim)

@@ -31,7 +31,6 @@ from millrace_shard.kernels.layer_weights import (
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
-from millrace_testing.engines.kernels import need_brgemm
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -178,11 +177,6 @@ def panels(weight: Tensor) -> Linear:
     return tile_blocks.PanelLinear(LinearWeights(StoredWeight.of(weight)))
 
 
-def blocks(weight: Tensor) -> Linear:
-    need_brgemm()
-    return CpuKernels(deterministic=True, tiles=False).linear(weight)
-
-
 def int8(weight: Tensor) -> Linear:
     return with_int8(CpuKernels(deterministic=True)).linear(weight)
 
@@ -191,7 +185,7 @@ def plain_int8(weight: Tensor) -> Linear:
     return PlainInt8Linear(weight, None)
 
 
-@pytest.mark.parametrize("pack", [panels, blocks, int8, plain_int8])
+@pytest.mark.parametrize("pack", [panels, int8, plain_int8])
 @pytest.mark.usefixtures("tiles")
 def test_linears_take_any_strides_and_no_rows(pack: Callable[[Tensor], Linear]) -> None:
     weight = linear_of(40, 64).weight.copied()

@@ -57,13 +57,6 @@ def tiles_by(unit: str) -> Iterator[None]:
         operators.use_amx(True)
 
 
-def need_brgemm() -> None:
-    """Skip the test where ATen's brgemm has no bfloat16."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX2" or not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("no bfloat16 products by brgemm on this CPU")
-
-
 CACHE_DTYPES = (None, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """None: the dtype of the model."""
 SCALES = (0.03, 0.02)

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +13,7 @@
 #include <limits>
 #include <vector>
 
+#include "block_product.h"
 #include "pages.h"
 
 namespace millrace {
@@ -205,8 +205,6 @@ void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Rang
 
 template <typename T>
 void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile, int64_t chunk, int64_t end) {
-  namespace blas = at::native::cpublas;
-  constexpr bool interleaved = kInterleave<T> == 2;
   const int64_t dim = a.pages.dim, group = a.group();
   const int64_t used = (tile.last - tile.first) * group, rows = used <= 16 ? used : round_up(used, 16);
   const int64_t before = a.contexts[tile.sequence] - (a.starts[tile.sequence + 1] - a.starts[tile.sequence]);
@@ -216,7 +214,7 @@ void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile
   w.scales.load(a.pages, table, num_pages, tile.head);
   for (int64_t page = 0; page < num_pages; page++) {
     const T* keys = w.widened.key_page(a.pages, page, table[page], tile.head);
-    blas::brgemm(rows, kPage, dim, dim, kPage, kChunk, false, w.queries, keys, w.scores + page * kPage, interleaved);
+    multiply_block({rows, kPage, dim, dim, kPage, kChunk}, false, w.queries, keys, w.scores + page * kPage);
   }
   for (int64_t row = 0; row < used; row++) {
     const int64_t position = before + tile.first + row / group;
@@ -231,8 +229,8 @@ void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile
   }
   for (int64_t page = 0; page < num_pages; page++) {
     const T* values = w.widened.value_page(a.pages, page, table[page], tile.head);
-    blas::brgemm(rows, a.pages.value_dim, kPage, kChunk, a.pages.value_dim, w.lane_dim, true, w.weights + page * kPage,
-                 values, w.sums, interleaved);
+    multiply_block({rows, a.pages.value_dim, kPage, kChunk, a.pages.value_dim, w.lane_dim}, true,
+                   w.weights + page * kPage, values, w.sums);
   }
 }
 
@@ -319,7 +317,7 @@ void attend_all(const Attention<T>& a) {
     static thread_local Scratch scratch;
     const Workspace<T> workspace(scratch, a);
     for (int64_t i = next++; i < count; i = next++) attend_tile(a, workspace, tiles[i]);
-    at::native::cpublas::brgemm_release(kInterleave<T> == 2);
+    release_block_product<T>();
   });
 }
 

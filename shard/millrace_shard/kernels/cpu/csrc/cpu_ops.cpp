@@ -15,8 +15,6 @@ TORCH_LIBRARY(millrace, library) {
       "attend(Tensor(a!) out, Tensor queries, Tensor[] cache, Tensor tables, Tensor starts, "
       "Tensor contexts, float scale, int window, float softcap, bool by_tiles, Tensor? sinks=None, "
       "Tensor? key_ends=None) -> ()");
-  library.def("pack_linear(Tensor weight) -> Tensor");
-  library.def("packed_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
   library.def("greedy(Tensor logits) -> (Tensor, Tensor, Tensor)");
   library.def("forbid(Tensor(a!) scores, Tensor rows, Tensor bits) -> ()");
   library.def("tile_unit() -> str", millrace::operators.tile_unit);
@@ -73,8 +71,6 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("store", millrace::operators.store);
   library.impl("rope_store", millrace::operators.rope_store);
   library.impl("attend", millrace::operators.attend);
-  library.impl("pack_linear", millrace::operators.pack_linear);
-  library.impl("packed_linear", millrace::operators.packed_linear);
   library.impl("greedy", millrace::operators.greedy);
   library.impl("forbid", millrace::operators.forbid);
   library.impl("pack_panels", millrace::operators.pack_panels);

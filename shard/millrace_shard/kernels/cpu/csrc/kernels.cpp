@@ -5,7 +5,6 @@
 #include "greedy.h"
 #include "heads_linear.h"
 #include "layers.h"
-#include "linear.h"
 #include "lora_weights.h"
 #include "mamba1.h"
 #include "mamba2.h"
@@ -25,8 +24,6 @@ const Operators operators{
     .store = store,
     .rope_store = rope_store,
     .attend = attend,
-    .pack_linear = pack_linear,
-    .packed_linear = packed_linear,
     .greedy = greedy,
     .forbid = forbid,
     .pack_panels = pack_panels,

@@ -23,8 +23,6 @@ struct Operators {
   void (*rope_store)(at::Tensor qkv, In rope, In positions, In cache_rows, List cache, int64_t num_heads);
   void (*attend)(at::Tensor out, In queries, List cache, In tables, In starts, In contexts, double scale,
       int64_t window, double softcap, bool by_tiles, Maybe sinks, Maybe key_ends);
-  at::Tensor (*pack_linear)(In weight);
-  void (*packed_linear)(at::Tensor y, In x, In packed, In bias);
   std::tuple<at::Tensor, at::Tensor, at::Tensor> (*greedy)(In logits);
   void (*forbid)(at::Tensor scores, In rows, In bits);
   at::Tensor (*pack_panels)(List parts, bool gated);
