@@ -38,7 +38,7 @@ def has_amx() -> bool:
 
 CAPABILITY = "ATEN_CPU_CAPABILITY"
 """Environment variable that holds torch and our kernels to an instruction set."""
-FAMILIES = ("Zen 4", "Zen 5", "Xeon with AMX", "Xeon without AMX", "AVX2")
+FAMILIES = ("Zen 4", "Zen 5", "Xeon with AMX", "Xeon without AMX", "AVX2 with VNNI", "AVX2")
 AMD_FAMILIES = {"25": "Zen 4", "26": "Zen 5"}
 """Families with AVX-512, as Linux numbers them."""
 
@@ -52,7 +52,9 @@ def cpu_family(
     """
     flags, vendor = set(fact("flags").split()), fact("vendor_id")
     if "avx512f" not in flags or environ.get(CAPABILITY, "").lower() == "avx2":
-        return "AVX2" if "avx2" in flags else None
+        if "avx2" not in flags:
+            return None
+        return "AVX2 with VNNI" if "avx_vnni" in flags else "AVX2"
     # Zen 6 has the family of Zen 5 and half-precision arithmetic.
     if vendor == "AuthenticAMD" and "avx512_fp16" not in flags:
         return AMD_FAMILIES.get(fact("cpu family"))

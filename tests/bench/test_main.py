@@ -166,6 +166,7 @@ FACTS = {
     "Zen 5": ("AuthenticAMD", "26", "AMD EPYC", "avx2 avx512f avx_vnni"),
     "Xeon with AMX": ("GenuineIntel", "6", "Intel(R) Xeon(R) Processor", "avx2 avx512f amx_tile"),
     "Xeon without AMX": ("GenuineIntel", "6", "Intel(R) Xeon(R) Gold 6330", "avx2 avx512f"),
+    "AVX2 with VNNI": ("GenuineIntel", "6", "Intel(R) Core(TM) Ultra 7", "avx avx2 avx_vnni"),
     "AVX2": ("AuthenticAMD", "25", "AMD Ryzen 5 5600", "avx avx2 fma"),
 }
 UNKNOWN_FACTS = [
@@ -188,7 +189,11 @@ def test_the_family_of_a_cpu_is_known_or_none() -> None:
     }
     assert {family_of(facts) for facts in UNKNOWN_FACTS} == {None}
     held = {"ATEN_CPU_CAPABILITY": "avx2"}
-    assert {family_of(facts, held) for facts in FACTS.values()} == {"AVX2"}
+    assert {family for family, facts in FACTS.items() if family_of(facts, held) != "AVX2"} == {
+        "Zen 5",
+        "AVX2 with VNNI",
+    }
+    assert family_of(FACTS["Zen 5"], held) == "AVX2 with VNNI"
 
 
 def test_a_program_that_is_held_to_avx2_starts_again_without_avx512() -> None:
