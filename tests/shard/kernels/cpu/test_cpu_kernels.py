@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partialmethod
@@ -20,6 +19,7 @@ from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.toolchain import find_compiler
 from millrace_testing.engines.kernels import (
     CACHE_DTYPES,
     SCALES,
@@ -40,7 +40,7 @@ COUNTS = [end - begin for _, begin, end in SPANS]
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> Iterator[None]:
-    if shutil.which(os.environ.get("CXX") or "g++") is None:
+    if find_compiler(os.environ.get("CXX")) is None:
         pytest.skip("no C++ compiler")
     load_operators()
     threads = torch.get_num_threads()
