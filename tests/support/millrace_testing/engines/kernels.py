@@ -30,8 +30,6 @@ def make_kernels(
         pytest.skip(str(error))
     if best.compiler is None and packaged_library(best) is None:
         pytest.skip("no C++ compiler")
-    if dtype is torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("no bfloat16 products on this CPU")
     load_operators()
     return CpuKernels(deterministic=deterministic)
 
