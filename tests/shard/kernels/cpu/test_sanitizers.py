@@ -40,6 +40,7 @@ OPTIONS = "detect_leaks=0:alloc_dealloc_mismatch=0"
 TESTS = (
     "test_cpu_kernels.py",
     "test_int8_linear.py",
+    "test_latent_attention.py",
     "test_lora_tiles.py",
     "test_operator_edges.py",
     "test_quantized_experts.py",

@@ -142,17 +142,15 @@ class IntegerRows {
           numbers[i][kParts * row] = start(row);
         }
     sum<kFirst, kCount>(values, vector * kIntsBytes, left, numbers, [](int, int part) { return all_words(part == 0 ? 1 : 16); });
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; row++) {
-      [[maybe_unused]] const Ints added = start(row);
-#pragma GCC unroll 4
-      for (int i = 0; i < kTogether; i++) {
-        Ints lower = numbers[i][kParts * row];
-        if constexpr (kParts == 2) lower = add_ints(lower, times_256(numbers[i][kParts * row + 1]));
+    repeat<kRows>([&](auto row) __attribute__((always_inline)) {
+      [[maybe_unused]] const Ints added = start(row());
+      repeat<kTogether>([&](auto i) __attribute__((always_inline)) {
+        Ints lower = numbers[i()][kParts * row()];
+        if constexpr (kParts == 2) lower = add_ints(lower, times_256(numbers[i()][kParts * row() + 1]));
         if constexpr (!kBeginsWithStarts && kHasStarts) lower = add_ints(lower, added);
-        add(vector + i, row, to_float(lower));
-      }
-    }
+        add(vector + i(), row(), to_float(lower));
+      });
+    });
   }
 
   // A quad of a row's inputs, of which part 0 has the lowest bytes.
@@ -172,7 +170,7 @@ class IntegerRows {
 #pragma GCC unroll 4
       for (int i = 0; i < kTogether; i++)
         right[i] = values_.template quad<kFirst + number()>(codes, at + i * kIntsBytes);
-      body(number(), right);
+      body(number, right);
     });
   }
 
@@ -180,10 +178,10 @@ class IntegerRows {
   template <int kFirst, int kCount, typename Factor>
   [[gnu::always_inline]] void sum(const uint8_t* codes, int64_t at, const int8_t* left, Ints (&numbers)[kTogether][kLefts],
                                   [[maybe_unused]] const Factor& factor) const {
-    each_quad<kFirst, kCount>(codes, at, [&](int quad, const Ints(&right)[kTogether]) __attribute__((always_inline)) {
+    each_quad<kFirst, kCount>(codes, at, [&](auto quad, const Ints(&right)[kTogether]) __attribute__((always_inline)) {
 #pragma GCC unroll 8
       for (int row = 0; row < kLefts; row++) {
-        const Ints shared = load_left(left, row, kFirst + quad);
+        const Ints shared = load_left(left, row, kFirst + quad());
 #pragma GCC unroll 4
         for (int i = 0; i < kTogether; i++) numbers[i][row] = add_quads(numbers[i][row], right[i], shared);
       }
@@ -197,35 +195,33 @@ class IntegerRows {
                                   const Factor& factor) const {
     constexpr int kHalves = kSummed == 0 ? 2 : 1;  // of a value
     constexpr int kAtOnce = kSummed == 0 ? kCount : std::min(kSummed, kCount);
+    // Only indices that are constants without the unrolling of loops leave sums in registers.
     Ints pairs[kHalves][kTogether][kLefts];
-    each_quad<kFirst, kCount>(codes, at, [&](int quad, const Ints(&right)[kTogether]) __attribute__((always_inline)) {
-#pragma GCC unroll 2
-      for (int part = 0; part < kHalves; part++) {
-        Ints values[kTogether];
+    each_quad<kFirst, kCount>(codes, at, [&](auto quad, const Ints(&right)[kTogether]) __attribute__((always_inline)) {
+      Ints values[kHalves][kTogether];
 #pragma GCC unroll 4
-        for (int i = 0; i < kTogether; i++)
-          values[i] = kHalves == 1 ? right[i] : both(part == 0 ? right[i] : shift_right<4>(right[i]), all_bytes(0x0f));
-#pragma GCC unroll 8
-        for (int row = 0; row < kLefts; row++) {
-          const Ints shared = load_left(left, row, kFirst + quad);
-#pragma GCC unroll 4
-          for (int i = 0; i < kTogether; i++) {
-            Ints& sum = pairs[part][i][row];
-            const Ints product = multiply_bytes(values[i], shared);
-            sum = quad % kAtOnce == 0 ? product : add_words(sum, product);
-            keep_order(sum);
-          }
+      for (int i = 0; i < kTogether; i++) {
+        if constexpr (kHalves == 1) {
+          values[0][i] = right[i];
+        } else {
+          values[0][i] = both(right[i], all_bytes(0x0f));
+          values[1][i] = both(shift_right<4>(right[i]), all_bytes(0x0f));
         }
-        if (quad % kAtOnce != kAtOnce - 1) continue;
-#pragma GCC unroll 4
-        for (int i = 0; i < kTogether; i++)
-#pragma GCC unroll 8
-          for (int row = 0; row < kLefts; row++) {
-            const Ints sums = multiply_words(pairs[part][i][row], factor(i, part));
-            numbers[i][row] = part == 0 && quad < kAtOnce ? sums : add_ints(numbers[i][row], sums);
-            keep_order(numbers[i][row]);
-          }
       }
+      repeat<kHalves * kLefts * kTogether>([&](auto number) __attribute__((always_inline)) {
+        constexpr int i = number() % kTogether, row = number() / kTogether % kLefts, part = number() / kTogether / kLefts;
+        Ints& sum = pairs[part][i][row];
+        const Ints product = multiply_bytes(values[part][i], load_left(left, row, kFirst + quad()));
+        sum = quad() % kAtOnce == 0 ? product : add_words(sum, product);
+        keep_order(sum);
+      });
+      if constexpr (quad() % kAtOnce == kAtOnce - 1)
+        repeat<kHalves * kLefts * kTogether>([&](auto number) __attribute__((always_inline)) {
+          constexpr int row = number() % kLefts, i = number() / kLefts % kTogether, part = number() / kTogether / kLefts;
+          const Ints sums = multiply_words(pairs[part][i][row], factor(i, part));
+          numbers[i][row] = part == 0 && quad() < kAtOnce ? sums : add_ints(numbers[i][row], sums);
+          keep_order(numbers[i][row]);
+        });
     });
   }
 
