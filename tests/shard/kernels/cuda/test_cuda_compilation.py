@@ -22,7 +22,7 @@ PROGRAM = ROOT / "tests/support/millrace_testing/engines/compile_kernels.py"
 NUM_PROCESSES = max(2, usable_cores())
 CAPABILITIES = os.environ.get("MILLRACE_TEST_CAPABILITIES", "90 80").split()
 """Those that served shapes are compiled for."""
-EVERY = int(os.environ.get("MILLRACE_TEST_EVERY", "8"))
+EVERY = int(os.environ.get("MILLRACE_TEST_EVERY", "24"))
 """One shape of so many is compiled: all of them for six capabilities take an hour on two cores."""
 LINEARS = ("_multiply", "_multiply_codes")
 CODED = ("_multiply_codes", "multiply_expert_codes")
