@@ -129,7 +129,7 @@ def model(
             sizes |= {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
         save_tiny(folder, model_type, **sizes)
     dtype, device = getattr(torch, type_name), torch.device("cpu")
-    kernels = make_kernels(name, deterministic=True, dtype=dtype, block_size=8)
+    kernels = make_kernels(name, deterministic=True, block_size=8)
     group = ProcessGroup.single()
     with torch.inference_mode():
         loaded = read_model(folder, kernels, dtype=dtype, group=group, device=device)

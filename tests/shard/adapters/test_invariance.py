@@ -58,7 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def kernels_of(name: str, dtype: torch.dtype) -> Kernels:
-    made = make_kernels(name.split("-", maxsplit=1)[0], deterministic=True, dtype=dtype)
+    made = make_kernels(name.split("-", maxsplit=1)[0], deterministic=True)
     if name == "cpu-without-tiles":
         made = CpuKernels(deterministic=True, tiles=False)
     return with_int8(made) if name == "cpu-int8" else made

@@ -91,7 +91,7 @@ class Setup:
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     name, _, type_name = request.param.partition("-")
     dtype = getattr(torch, type_name)
-    kernels = make_kernels(name, deterministic=True, dtype=dtype, block_size=BLOCK_SIZE)
+    kernels = make_kernels(name, deterministic=True, block_size=BLOCK_SIZE)
     model = tiny_llama(tmp_path_factory.mktemp("llama"), kernels, dtype)
     fields = zip(PROMPTS, FIELDS.values(), strict=True)
     wants = {
@@ -241,7 +241,7 @@ def test_ngram_drafts_in_repeating_text_change_no_token(setup: Setup) -> None:
 def test_ngram_drafts_are_right_where_a_model_repeats_itself(tmp_path: Path) -> None:
     """And the tokens are transformers' own."""
     reference = save_tiny(tmp_path, "llama", vocab_size=24)
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.float32, block_size=BLOCK_SIZE)
+    kernels = make_kernels("cpu", deterministic=True, block_size=BLOCK_SIZE)
     with torch.inference_mode():
         model = read_model(tmp_path, kernels)
     prompts = [[token % 24 for token in prompt_of(9, seed=seed)] for seed in range(4)]

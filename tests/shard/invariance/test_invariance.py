@@ -126,7 +126,7 @@ def shard(
     folder: Path = tmp_path_factory.mktemp("model")
     MistralForCausalLM(config).save_pretrained(folder)
     device = torch.device("cpu")
-    kernels = make_kernels(name.split("-")[0], deterministic=True, dtype=dtype, block_size=8)
+    kernels = make_kernels(name.split("-")[0], deterministic=True, block_size=8)
     if name == "cpu-without-tiles":
         kernels = CpuKernels(deterministic=True, tiles=False)
     group = ProcessGroup.single()

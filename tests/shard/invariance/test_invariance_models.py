@@ -149,7 +149,7 @@ def loader_of(kernels: str, folder: Path) -> Loader:
     """Loads with the kernels and in the dtype that `kernels` names."""
     name, kind, *rest = kernels.split("-", 2)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
-    made = make_kernels(name, deterministic=True, dtype=dtype)
+    made = make_kernels(name, deterministic=True)
     if rest == ["without-tiles"]:
         return Loader(CpuKernels(deterministic=True, tiles=False), dtype, folder)
     quantize = rest[0].removesuffix("-integer") if rest else None

@@ -212,7 +212,7 @@ SITES = ("qkv0", "o0", "gu0", "d0", "head0")
 def test_kernels_apply_adapters_as_plain_torch_does(
     name: str, head_dim: int, dtype: torch.dtype
 ) -> None:
-    kernels = make_kernels(name, deterministic=True, dtype=dtype)
+    kernels = make_kernels(name, deterministic=True)
     assert adapter_difference(kernels, ORACLE, dtype=dtype, head_dim=head_dim) < TOLERANCE[dtype]
 
 

@@ -27,7 +27,7 @@ def test_every_patch_attends_to_every_patch(
 ) -> None:
     heads = heads_of(shape, dtype)
     scale = shape[2] ** -0.5
-    attended = make_kernels(name, deterministic=True, dtype=dtype).attend_whole(*heads, scale=scale)
+    attended = make_kernels(name, deterministic=True).attend_whole(*heads, scale=scale)
     queries, keys, values = heads.double().transpose(1, 2)
     expected = F.softmax(queries @ keys.transpose(1, 2) * scale, dim=-1) @ values
     expected = expected.transpose(0, 1).flatten(1)
@@ -40,7 +40,7 @@ def test_every_patch_attends_to_every_patch(
 def test_bits_do_not_depend_on_the_number_of_threads(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    heads, kernels = heads_of(shape, dtype), make_kernels("cpu", deterministic=True, dtype=dtype)
+    heads, kernels = heads_of(shape, dtype), make_kernels("cpu", deterministic=True)
     results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)

@@ -29,7 +29,7 @@ Kind = tuple[str, torch.dtype, bool]
 
 def kernels_of(name: str, dtype: torch.dtype, *, deterministic: bool) -> Kernels:
     if name != "triton":
-        return make_kernels(name, deterministic=deterministic, dtype=dtype)
+        return make_kernels(name, deterministic=deterministic)
     pytest.importorskip("triton", reason="no Triton for this platform")
     from millrace_shard.kernels.cuda.operators import CudaKernels
 

@@ -51,7 +51,7 @@ KERNELS = {
 @pytest.fixture(scope="module", params=KERNELS)
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     name, deterministic, dtype = KERNELS[request.param]
-    kernels = make_kernels(name, deterministic=deterministic, dtype=dtype)
+    kernels = make_kernels(name, deterministic=deterministic)
     return tiny_llama(tmp_path_factory.mktemp("llama"), kernels, dtype), kernels, dtype
 
 

@@ -90,7 +90,7 @@ def load(
 @pytest.fixture(scope="module", params=KINDS)
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """The bits of these kernels do not depend on the number of rows."""
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.float32)
+    kernels = make_kernels("cpu", deterministic=True)
     return load(tmp_path_factory.mktemp("llama"), kernels, request.param)
 
 
@@ -266,7 +266,7 @@ def test_kernels_that_round_otherwise_in_a_capture_may_draft_other_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chain of which one token in twenty differs is used, one that is always stale is not."""
-    setup = load(tmp_path, make_kernels("cpu", deterministic=False, dtype=torch.float32))
+    setup = load(tmp_path, make_kernels("cpu", deterministic=False))
     chain = HeadProposer.chain
 
     def other(proposer: HeadProposer, rows: torch.Tensor, length: int) -> torch.Tensor:

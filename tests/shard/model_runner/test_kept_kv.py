@@ -168,7 +168,7 @@ def cutter_of(
     group: ProcessGroup | None = None,
 ) -> Cutter:
     own, group = (
-        make_kernels(kernels, deterministic=True, dtype=dtype),
+        make_kernels(kernels, deterministic=True),
         group or ProcessGroup.single(),
     )
     with torch.inference_mode():

@@ -30,7 +30,7 @@ Setup = tuple[CausalModel, Kernels]
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """The bits of these kernels do not depend on the number of rows."""
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     return tiny_llama(tmp_path_factory.mktemp("llama"), kernels, torch.bfloat16), kernels
 
 

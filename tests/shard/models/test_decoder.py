@@ -40,7 +40,7 @@ def load(
     max_total_tokens: int | None = None,
     name: str = "plain",
 ) -> Driver:
-    kernels = make_kernels(name, deterministic=deterministic, dtype=dtype, block_size=block_size)
+    kernels = make_kernels(name, deterministic=deterministic, block_size=block_size)
     return read_driver(folder, kernels, dtype=dtype, max_total_tokens=max_total_tokens)
 
 

@@ -160,7 +160,7 @@ def test_experts_stay_codes_on_cpu(
     """Of a model in bfloat16: their weights are exact, and only activations are rounded."""
     tiny = TinyGguf("gpt_oss", kinds={"experts": kind}, num_hidden_layers=2)
     folder = prepare_gguf(tiny.write(tmp_path / "m.gguf"), tmp_path / "cache", tokenizer=None)
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     with torch.inference_mode():
         model = read_driver(folder, kernels, dtype=torch.bfloat16)
         scores = torch.stack(model.generate(PROMPTS, 1, chunk=16)[1].logits).float().log_softmax(-1)

@@ -45,7 +45,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     group: ProcessGroup | None = None,
 ) -> Driver:
-    own = make_kernels(kernels, deterministic=True, dtype=dtype)
+    own = make_kernels(kernels, deterministic=True)
     return read_driver(folder, own, dtype=dtype, cache_dtype=cache_dtype, group=group)
 
 

@@ -235,7 +235,7 @@ def test_bits_are_equal_whatever_token_a_prompt_is_cut_at(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, "deepseek_v3", kv_lora_rank=64, qk_rope_head_dim=32)
-    kernels = make_kernels("cpu", deterministic=True, dtype=dtype)
+    kernels = make_kernels("cpu", deterministic=True)
     model = read_model(tmp_path, kernels, dtype=dtype)
     ids = prompt_of(LENGTH, seed=2)
     drivers = (Driver(model, kernels, dtype=dtype, num_blocks=5) for _ in range(1, LENGTH))
@@ -246,7 +246,7 @@ def test_bits_are_equal_whatever_token_a_prompt_is_cut_at(
 
 def test_a_prefix_of_another_request_gives_the_same_bits(tmp_path: Path) -> None:
     save_tiny(tmp_path, "deepseek_v2")
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     ids = prompt_of(LENGTH, seed=2)
     driver = read_driver(tmp_path, kernels, dtype=torch.bfloat16)
     (whole,) = driver.generate([ids], 3)

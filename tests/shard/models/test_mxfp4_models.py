@@ -57,7 +57,7 @@ def test_the_compiled_operator_of_experts_multiplies_the_codes(
 ) -> None:
     quantized, plain = tmp_path / "quantized", tmp_path / "plain"
     save_mxfp4(quantized).save_pretrained(plain)
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     assert isinstance(kernels, CpuKernels)
     kernels.integer = integer
     packed_bytes = []

@@ -83,7 +83,7 @@ def test_bfloat16_rounds_each_number_once(name: str, tmp_path: Path) -> None:
 def test_compiled_kernels_compute_the_same_weights(name: str, tmp_path: Path) -> None:
     quantized, plain = tmp_path / "quantized", tmp_path / "plain"
     save_quantized(quantized, "llama", name).save_pretrained(plain)
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     found, expected = (
         logprobs(generate(folder, dtype=torch.bfloat16, kernels=kernels)[1])[0]
         for folder in (quantized, plain)

@@ -72,7 +72,7 @@ def spread_decays(model: PreTrainedModel, folder: Path) -> None:
 
 def driver_of(folder: Path, kernels: str = "cpu", dtype: str = "bfloat16") -> Driver:
     kind = getattr(torch, dtype)
-    return read_driver(folder, make_kernels(kernels, deterministic=True, dtype=kind), dtype=kind)
+    return read_driver(folder, make_kernels(kernels, deterministic=True), dtype=kind)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

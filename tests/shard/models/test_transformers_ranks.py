@@ -131,7 +131,7 @@ def bits_by_chunk(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], li
     result = {}
     for name in CHECKPOINTS:
         for dtype in (torch.float32, torch.bfloat16):
-            kernels = make_kernels("cpu", deterministic=True, dtype=dtype)
+            kernels = make_kernels("cpu", deterministic=True)
             torch.set_num_threads(1)
             driver = load(group, folder / name, kernels, dtype)
             assert driver.model.info.batch_invariant
@@ -176,7 +176,7 @@ def test_a_rank_copies_no_more_than_its_part_of_a_file_of_another_dtype(tmp_path
 
 
 def in_int8(group: ProcessGroup, folder: Path) -> Tensor:
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     driver = load(group, folder, with_int8(kernels), torch.bfloat16)
     return driver.generate([PROMPTS[1]], 1)[0].logits[0]
 

@@ -80,7 +80,7 @@ def test_the_served_dtype_is_checked_after_float32(
     with caplog.at_level(logging.INFO):
         load(
             tmp_path,
-            make_kernels("cpu", deterministic=True, dtype=torch.bfloat16),
+            make_kernels("cpu", deterministic=True),
             dtype=torch.bfloat16,
         )
     told = [r.message for r in caplog.records if "self-check" in r.message]
@@ -89,7 +89,7 @@ def test_the_served_dtype_is_checked_after_float32(
 
 def test_int8_linears_pass_with_a_tolerance_of_their_own(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "olmo")
-    kernels = with_int8(make_kernels("cpu", deterministic=True, dtype=torch.bfloat16))
+    kernels = with_int8(make_kernels("cpu", deterministic=True))
     run = load(tmp_path, kernels, dtype=torch.bfloat16).generate(PROMPTS[1:], 1)[0]
     expected = greedy(reference, PROMPTS[1], 1)[1]
     distance = (logprobs(run) - expected).square().mean().sqrt() / expected.std()
@@ -218,7 +218,7 @@ def test_a_check_in_only_bfloat16_detects_a_broken_class(
     """A large checkpoint has no copy in float32."""
     save_tiny(tmp_path, "olmo")
     monkeypatch.setattr(transformers_loader, "SMALL_BYTES", 0)
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     load(tmp_path, kernels, dtype=torch.bfloat16)
     BROKEN[name].patch(monkeypatch)
     text = failure(tmp_path, kernels=kernels, dtype=torch.bfloat16)

@@ -387,7 +387,7 @@ def test_mtp_layers_draft_as_in_transformers_and_change_no_bit(
 def test_chains_of_mtp_layers_by_graphs_draft_the_same(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.float32)
+    kernels = make_kernels("cpu", deterministic=True)
     setup = setup_of(tmp_path, kind, kernels, torch.float32)
     MtpHead(tmp_path, setup.reference)
     settings = GraphSettings((4,), Recorder().new_capture)
@@ -602,7 +602,7 @@ def test_two_ranks_draft_alike_and_yield_the_tokens_of_one(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_heads_on_cpu_kernels_change_no_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    kernels = make_kernels("cpu", deterministic=True, dtype=dtype)
+    kernels = make_kernels("cpu", deterministic=True)
     setup = setup_of(
         tmp_path / "model",
         "llama",

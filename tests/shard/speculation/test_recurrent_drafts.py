@@ -49,7 +49,7 @@ def test_rejected_draft_tokens_change_no_bit(
     family: str, kernels: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, family, **FAMILIES[family])
-    kinds = make_kernels(kernels, deterministic=True, dtype=dtype)
+    kinds = make_kernels(kernels, deterministic=True)
     with torch.inference_mode():
         model = read_model(tmp_path, kinds, dtype=dtype)
     plain = Stepper(model, kinds, dtype=dtype)
@@ -82,7 +82,7 @@ def test_rejected_draft_tokens_change_no_bit(
 
 def test_forced_tokens_before_draft_tokens_change_no_bit(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3_next", **FAMILIES["qwen3_next"])
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.float32)
+    kernels = make_kernels("cpu", deterministic=True)
     with torch.inference_mode():
         model = read_model(tmp_path, kernels, dtype=torch.float32)
     want = Want(prompt_of(19), grammar=any_of(None, None, [11], [4], [150], [7], None))

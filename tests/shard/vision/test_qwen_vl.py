@@ -103,7 +103,7 @@ def test_graphs_decode_after_images_with_the_bits_of_eager_steps(
     save_tiny_qwen(tmp_path, family)
     dtype, recorder = DTYPES[name], Recorder()
     # Plain torch reads lengths on the host in deterministic mode.
-    kernels = make_kernels(name, deterministic=name == "cpu", dtype=dtype)
+    kernels = make_kernels(name, deterministic=name == "cpu")
     settings = GraphSettings((1, 2, 4), recorder.new_capture)
     prompt, results = prompt_of_sizes(SIZES), []
     for graphs in (settings, None):
@@ -130,7 +130,7 @@ def test_bits_do_not_depend_on_chunks_cached_prefixes_and_neighbours(
 ) -> None:
     folder, _ = saved
     dtype = DTYPES[name]
-    kernels = make_kernels(name, deterministic=True, dtype=dtype)
+    kernels = make_kernels(name, deterministic=True)
     stepper = ImageStepper(folder, kernels, dtype)
     prompt = prompt_of_sizes(((3, 4), (2, 3)))
     count = len(prompt.ids)
@@ -175,7 +175,7 @@ def test_an_image_in_several_steps_has_the_bits_of_one(
     saved: tuple[Path, PreTrainedModel],
 ) -> None:
     folder, _ = saved
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     whole, parts = (ImageStepper(folder, kernels, torch.bfloat16) for _ in range(2))
     (pixels,) = prompt_of_sizes(((4, 3),)).pictures
     whole.put_all([pixels])

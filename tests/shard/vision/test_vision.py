@@ -216,7 +216,7 @@ DTYPES = {"plain": torch.float32, "cpu": torch.bfloat16}
 def test_bits_do_not_depend_on_where_chunks_end(tmp_path: Path, name: str, family: str) -> None:
     save_tiny_vision(tmp_path, family)
     dtype = DTYPES[name]
-    kernels = make_kernels(name, deterministic=True, dtype=dtype)
+    kernels = make_kernels(name, deterministic=True)
     prompt = prompt_with([picture(2, seed=1)], ROWS)
     whole, (first, count, _) = len(prompt.ids), prompt.spans[1]
     results = set()
@@ -244,7 +244,7 @@ def test_bits_do_not_depend_on_neighbours_and_their_pictures(
 ) -> None:
     save_tiny_vision(tmp_path, family)
     dtype = DTYPES[name]
-    kernels = make_kernels(name, deterministic=True, dtype=dtype)
+    kernels = make_kernels(name, deterministic=True)
     new = partial(ImageStepper, tmp_path, kernels, dtype)
     prompt, other = prompt_with([picture(2, seed=1)], ROWS), prompt_with([picture(1, seed=9)], ROWS)
     alone = new()
@@ -342,9 +342,7 @@ def test_bits_do_not_depend_on_the_parts_of_layers_in_a_step(
     tmp_path: Path, name: str, family: str, size: int
 ) -> None:
     save_tiny_vision(tmp_path, family)
-    vision = read_encoder(
-        tmp_path, make_kernels(name, deterministic=True, dtype=DTYPES[name]), DTYPES[name]
-    )
+    vision = read_encoder(tmp_path, make_kernels(name, deterministic=True), DTYPES[name])
     pixels, tower, most = picture(1, seed=1)[0], vision.tower, vision.spec.num_layers
     with torch.inference_mode():
         state = tower.begin(vision.inputs(pixels))
@@ -359,7 +357,7 @@ def test_a_tile_in_several_steps_has_the_bits_of_one(
     tmp_path: Path, name: str, family: str
 ) -> None:
     save_tiny_vision(tmp_path, family)
-    kernels = make_kernels(name, deterministic=True, dtype=DTYPES[name])
+    kernels = make_kernels(name, deterministic=True)
     whole, parts = (ImageStepper(tmp_path, kernels, DTYPES[name]) for _ in range(2))
     pixels, others = picture(2, seed=1), picture(1, seed=2)
     most = whole.spec.num_layers
@@ -405,7 +403,7 @@ def test_bits_do_not_depend_on_a_prefix_that_ends_inside_an_image(
     tmp_path: Path, name: str, family: str
 ) -> None:
     save_tiny_vision(tmp_path, family)
-    kernels = make_kernels(name, deterministic=True, dtype=DTYPES[name])
+    kernels = make_kernels(name, deterministic=True)
     stepper = ImageStepper(tmp_path, kernels, DTYPES[name])
     prompt = prompt_with([picture(2, seed=1)], ROWS)
     stepper.put_all(prompt.pictures)
@@ -423,7 +421,7 @@ def test_a_sequence_that_comes_back_with_its_tokens_has_the_same_bits(
     tmp_path: Path, name: str, family: str
 ) -> None:
     save_tiny_vision(tmp_path, family)
-    kernels = make_kernels(name, deterministic=True, dtype=DTYPES[name])
+    kernels = make_kernels(name, deterministic=True)
     stepper = ImageStepper(tmp_path, kernels, DTYPES[name])
     prompt = prompt_with([picture(1, seed=1)], ROWS)
     stepper.put_all(prompt.pictures)
@@ -551,7 +549,7 @@ def test_bits_of_a_grid_do_not_depend_on_company_chunks_and_cached_prefixes(
     tmp_path: Path, name: str, family: str
 ) -> None:
     save_tiny_vision(tmp_path, family)
-    kernels = make_kernels(name, deterministic=True, dtype=DTYPES[name])
+    kernels = make_kernels(name, deterministic=True)
     alone, other = (ImageStepper(tmp_path, kernels, DTYPES[name], num_rows=80) for _ in range(2))
     prompt = packed(alone, (40, 50))
     (tiles,) = prompt.pictures
@@ -720,7 +718,7 @@ def test_the_digest_is_that_of_settings_and_weights(tmp_path: Path) -> None:
 
 def encoded(folder: Path, threads: int) -> Tensor:
     torch.set_num_threads(threads)
-    kernels = make_kernels("cpu", deterministic=True, dtype=torch.bfloat16)
+    kernels = make_kernels("cpu", deterministic=True)
     vision = read_encoder(folder, kernels, torch.bfloat16)
     with torch.inference_mode():
         features = vision.encode(picture(1, seed=4)[0])

@@ -39,7 +39,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def kernels() -> CpuKernels:
-    made = make_kernels("cpu", deterministic=True, dtype=BF16)
+    made = make_kernels("cpu", deterministic=True)
     assert isinstance(made, CpuKernels)
     return made
 

@@ -18,9 +18,7 @@ from millrace_shard.kernels.plain import PlainKernels
 KERNELS = ("plain", "cpu")
 
 
-def make_kernels(
-    name: str, *, deterministic: bool, dtype: torch.dtype = torch.float32, block_size: int = 16
-) -> Kernels:
+def make_kernels(name: str, *, deterministic: bool, block_size: int = 16) -> Kernels:
     """Kernels by name; skips the test where the CPU's cannot be compiled or run. `block_size` is plain's."""
     if name == "plain":
         return PlainKernels(deterministic=deterministic, block_size=block_size)
