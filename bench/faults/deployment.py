@@ -81,8 +81,8 @@ class Deployment:
         found = {}
         for process in self.server.processes():
             try:
-                role = role_of(process.cmdline())
-                if role is not None and process.status() != psutil.STATUS_ZOMBIE:
+                role = role_of(process.cmdline(), process.name())
+                if role not in {None, "spare"} and process.status() != psutil.STATUS_ZOMBIE:
                     found[role] = process
             except psutil.NoSuchProcess:
                 continue

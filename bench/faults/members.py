@@ -8,21 +8,24 @@ from dataclasses import dataclass, field
 import psutil
 
 from millrace_router.adapters.fetcher import MAX_AT_ONCE
+from millrace_router.process import NAME
 from millrace_shard.structured_output.grammar_compiler import NUM_COMPILES
 
 GONE = (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied)
 
 
-def role_of(command: Sequence[str]) -> str | None:
-    """The role of a process by its command line: `launcher`, `router` or `shard-N`; None for anything else.
+def role_of(command: Sequence[str], name: str = "") -> str | None:
+    """The role of a process by its command line: `launcher`, `router`, `spare` or `shard-N`; None for anything else.
 
-    A child counts from its fork on, when it still runs the program that becomes it.
+    A child counts from its fork on, when it still runs the program that becomes it. A router that waits for the end of
+    another one is a spare until it has taken the `name` of a router.
     """
     if "serve" in command:
         ranks = [word.partition("=")[2] for word in command if word.startswith("--rank=")]
         return f"shard-{ranks[0] if ranks else 0}"
     if "millrace_router" in command:
-        return "router"
+        has_waited = "--is-successor" in command
+        return "spare" if has_waited and name != NAME.decode() else "router"
     if "millrace_launcher" in command or any("launcher.py" in word for word in command):
         return "launcher"
     return None
@@ -33,6 +36,8 @@ class Members:
     """The launcher's descendants."""
 
     routers: list[int] = field(default_factory=list)
+    spares: list[int] = field(default_factory=list)
+    """The router that waits for the end of the one that serves."""
     ranks: dict[int, list[int]] = field(default_factory=dict)
     """Process ids by rank."""
     guards: list[int] = field(default_factory=list)
@@ -53,14 +58,15 @@ class Members:
             try:
                 ended = child.status() == psutil.STATUS_ZOMBIE
                 command = "ended without a wait" if ended else " ".join(child.cmdline())
+                name = child.name()
             except GONE:
                 continue
-            members.add(child.pid, command)
+            members.add(child.pid, command, name)
         return members
 
-    def add(self, pid: int, command: str) -> None:
-        """Sort in a process by its command line."""
-        role = role_of(command.split()) or ""
+    def add(self, pid: int, command: str, name: str = "") -> None:
+        """Sort in a process by its command line, and a router by its name."""
+        role = role_of(command.split(), name) or ""
         if "millrace_launcher.processes.guard" in command:
             self.guards.append(pid)
         elif "fork-server" in command:
@@ -71,19 +77,25 @@ class Members:
             self.fetchers.append(pid)
         elif role == "router":
             self.routers.append(pid)
+        elif role == "spare":
+            self.spares.append(pid)
         elif role.startswith("shard-"):
             self.ranks.setdefault(int(role.removeprefix("shard-")), []).append(pid)
         else:
             self.others.append(command)
 
     def is_complete(self, num_ranks: int) -> bool:
-        """Whether there is exactly one router, one guard, one process for each rank, and no other process."""
+        """Whether there is exactly one router, one guard, one process for each rank, and no other process.
+
+        A spare router may be there.
+        """
         one_each = sorted(self.ranks) == list(range(num_ranks)) and all(
             len(pids) == 1 for pids in self.ranks.values()
         )
         ones = (len(self.routers), len(self.guards), self.others) == (1, 1, [])
         few_workers = len(self.grammar_workers) <= 1 + NUM_COMPILES
-        return one_each and ones and few_workers and len(self.fetchers) <= MAX_AT_ONCE
+        few_spares = len(self.spares) <= 1 and len(self.fetchers) <= MAX_AT_ONCE
+        return one_each and ones and few_workers and few_spares
 
     def pids(self) -> set[int]:
         """Router and shards."""

@@ -74,7 +74,8 @@ class LauncherConfig(BaseSettings):
         default="auto",
         description="auto: on a CPU under Linux a process for each rank loads the model once and forks the shards, so"
         " that one that died is back at once, and after a kill from outside with its KV; weights: without the KV; off:"
-        " each start of a shard loads the model, which debuggers may need.",
+        " each start of a shard loads the model, which debuggers may need. Unless off, a second router waits to serve"
+        " if the first one dies.",
     )
     max_restarts: int = Field(
         default=5,

@@ -8,6 +8,9 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+NAME = b"millrace-router"
+"""What `ps` and `top` show; the kernel keeps 15 bytes."""
 OTHER_FILES = 256
 """Open files that the server itself may need: shards, adapters, logs, and connections that are just being closed."""
 MAX_FILES = 1 << 16
@@ -19,6 +22,12 @@ def die_with_parent() -> None:
     """Have the kernel send SIGTERM when the parent process ends; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def show_name() -> None:
+    """Give the process its name, which one that waits for the death of another router does not have; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, NAME, 0, 0, 0)
 
 
 def return_freed_memory() -> None:

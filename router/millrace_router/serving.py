@@ -27,7 +27,12 @@ from millrace_router.app import create_runner
 from millrace_router.config import ANY_ADDRESS, RouterConfig, listen_address
 from millrace_router.engine.infer import Infer
 from millrace_router.hand_over import HandOver
-from millrace_router.process import die_with_parent, raise_file_limit, return_freed_memory
+from millrace_router.process import (
+    die_with_parent,
+    raise_file_limit,
+    return_freed_memory,
+    show_name,
+)
 from millrace_router.server.bodies import complete
 from millrace_router.server.continuing import fingerprint
 from millrace_router.server.idempotent_route import RUNS, continue_runs
@@ -108,6 +113,10 @@ async def serve(config: RouterConfig) -> None:
         impatience.cancel()
         if running is None:
             return
+        show_name()
+        if config.is_successor and keys.can_change:
+            # The signal after a change of the file may have reached only the other router.
+            keys.reload()
         warn_without_tools(running.services.template)
         _freeze_objects()
         try:
@@ -118,11 +127,15 @@ async def serve(config: RouterConfig) -> None:
 
 
 async def _complete_models() -> None:
-    """Complete the models of bodies, each in its own turn of the loop: during a first start, or after a restart."""
+    """Complete the models of bodies, each in its own turn of the loop: during a first start, or after a restart.
+
+    Then return freed memory, for a router that may wait for days until another one dies.
+    """
     await asyncio.sleep(RESTART_SECONDS)
     for model in request_models():
         complete(model)
         await asyncio.sleep(0)
+    return_freed_memory()
 
 
 def _freeze_objects() -> None:

@@ -35,6 +35,8 @@ from bench.faults.chaos.scenes import SCENES
 from bench.faults.deployment import Line
 from bench.faults.members import Members
 
+from millrace_router.process import NAME
+
 
 def test_every_kind_is_there_and_the_weights_hold() -> None:
     counts = Counter(fault.kind for fault in campaign(7, num_faults=1000, num_ranks=1))
@@ -319,6 +321,17 @@ def test_a_complete_family_has_one_process_of_each_kind() -> None:
 @pytest.mark.parametrize("further", [*ALL, "ended without a wait", "sh -c something"])
 def test_extra_processes_make_it_incomplete(further: str) -> None:
     assert not members(*ALL, further).is_complete(2)
+
+
+def test_a_second_router_that_waits_is_no_router_until_it_has_the_name_of_one() -> None:
+    successor = f"{ALL[0]} --is-successor"
+    assert members(*ALL, successor).is_complete(2)
+    assert not members(*ALL, successor, successor).is_complete(2)
+    assert not members(successor, *ALL[1:]).is_complete(2)
+    found = members(*ALL[1:])
+    found.add(9, successor, NAME.decode())
+    assert found.is_complete(2)
+    assert 9 in found.pids()
 
 
 def test_all_move_once_the_last_stream_that_was_held_up_does() -> None:

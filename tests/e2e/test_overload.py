@@ -35,11 +35,8 @@ def server() -> Iterator[Server]:
 
 def router_of(server: Server) -> psutil.Process:
     """The process that listens."""
-    (router,) = (
-        process
-        for process in psutil.Process(server.process.pid).children(recursive=True)
-        if "millrace_router" in process.cmdline()
-    )
+    router = server.find("router")
+    assert router is not None
     return router
 
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, until
 from millrace_testing.router.keyed import choices_of, clients, ids_of, read_all
 
 KILLS = 2
+WAITS = "A second router waits"
 BLOCK_SIZE = 64
 """KV positions, on CPU."""
 
@@ -36,6 +38,8 @@ async def test_keyed_answers_outlive_a_killed_router(server: Server) -> None:
     await read_all(server.url, "warm")
     undisturbed = await read_all(server.url, "whole")
     for kill in range(KILLS):
+        if kill == KILLS - 1:
+            await until(lambda: WAITS in server.log)
         asked = clients()
         async with httpx.AsyncClient(base_url=server.url, timeout=END_SECONDS) as http:
             reading = [asyncio.create_task(one.read(http, f"cut{kill}")) for one in asked]
@@ -61,6 +65,28 @@ async def test_keyed_answers_outlive_a_killed_router(server: Server) -> None:
             assert one.status == 200, one.text
             assert ids_of(one.text) == ids_of(other.text), one.path
             assert choices_of(one.text) == choices_of(other.text), one.path
+
+
+async def test_the_second_router_takes_over_with_the_keys_that_hold_now(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a:sk-revoked")
+    with launch(f"--api-key-file={keys}") as server:
+        await until(lambda: WAITS in server.log)
+        router, spare = server.find("router"), server.find("spare")
+        assert router is not None
+        assert spare is not None
+        keys.write_text("a:sk-new")
+        router.kill()
+        statuses = []
+        async with httpx.AsyncClient(base_url=server.url, timeout=END_SECONDS) as http:
+            for key in ("sk-revoked", "sk-new"):
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await http.post("/generate", json={"inputs": "a"}, headers=headers)
+                statuses.append(answer.status_code)
+        assert statuses == [401, 200]
+        serving = server.find("router")
+        assert serving is not None
+        assert serving.pid == spare.pid
 
 
 async def test_another_tenant_does_not_get_the_rest(server: Server) -> None:

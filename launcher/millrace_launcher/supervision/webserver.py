@@ -7,8 +7,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from millrace_launcher.banner import url
 from millrace_launcher.errors import WebserverCannotStart, WebserverFailed
 from millrace_launcher.host.claims import claimed_address
 from millrace_launcher.logs import log
-from millrace_launcher.processes.children import Children, explain, first
+from millrace_launcher.processes.children import Children, cancel, explain, first
 from millrace_launcher.settings.commands import Command, Commands, Placed
 from millrace_launcher.supervision.elsewhere import ClusterShards, RemoteShards
 from millrace_launcher.supervision.hand_over import HandOver, Router, connect
@@ -30,6 +31,66 @@ from millrace_router.config import listen_address
 AnyShards = Shards | RemoteShards | ClusterShards
 # A router that served for this time before it died is no crash loop.
 STEADY_SECONDS = 10.0
+SPARE_SECONDS = 10.0
+"""Time that a router has served when another one is prepared: not in a crash loop, and not in a short run."""
+
+
+class Spare:
+    """A router that has read its files and waits, to serve at once if the one that serves dies.
+
+    It costs the memory of a router, and a second of one core when it starts.
+    """
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        """One that starts the process, and one that watches it."""
+        self.router: Router | None = None
+
+    def prepare(self, start: Callable[[], Coroutine[Any, Any, Router]]) -> None:
+        """Let `start` make one after a while, unless there is one; after an earlier death a start waits anyway."""
+        if self._timer is None and not self._tasks:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(SPARE_SECONDS, self._begin, start)
+
+    def _begin(self, start: Callable[[], Coroutine[Any, Any, Router]]) -> None:
+        self._timer = None
+        self._tasks.append(asyncio.create_task(self._start(start)))
+
+    async def _start(self, start: Callable[[], Coroutine[Any, Any, Router]]) -> None:
+        try:
+            self.router = await start()
+        except OSError as error:
+            log.warning("No second router can be started: %s", error)
+            return
+        self._tasks.append(asyncio.create_task(self._watch(self.router)))
+
+    async def _watch(self, router: Router) -> None:
+        if await first(router.died(), router.opened.wait()):
+            log.info("A second router waits, to serve if the first one dies")
+        await router.died()
+        explain(router.process, "The second router died")
+
+    async def take(self) -> Router | None:
+        """Return it, unless it has died; from now on there is none."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._tasks:
+            # It is never cancelled, since it might leave a process behind.
+            await self._tasks[0]
+        await cancel(self._tasks)
+        self._tasks, self._timer = [], None
+        router, self.router = self.router, None
+        if router is None or router.process.is_running:
+            return router
+        router.control.close()
+        return None
+
+    async def drop(self) -> None:
+        """End it."""
+        router = await self.take()
+        if router is not None:
+            await router.end()
 
 
 class Webserver:
@@ -57,6 +118,7 @@ class Webserver:
         """The one that serves, or starts."""
         self._next: Router | None = None
         """The one that is about to replace it."""
+        self._spare = Spare()
         self._former: dict[Router, asyncio.Task[None]] = {}
         """Those that have been replaced and still have clients, with the tasks that wait for their ends."""
         self._shards: AnyShards | None = None
@@ -77,9 +139,9 @@ class Webserver:
         while True:
             life = shards.life
             log.info("Starting Webserver")
-            router = self._router = await self._start(folder)
+            router = self._router = await self._spare.take() or await self._start(folder)
             if await first(router.died(), self._ready(router)):
-                self._on_ready(router)
+                self._on_ready(router, folder)
                 router = await self._serve(folder)
             self._router = None
             router.control.close()
@@ -117,7 +179,8 @@ class Webserver:
 
     def moved(self, placed: Placed) -> None:
         """Report to the router where the shards are now."""
-        for router in self._current():
+        waiting = [] if self._spare.router is None else [self._spare.router]
+        for router in (*self._current(), *waiting):
             router.control.moved(placed.addresses)
 
     def gave_up(self, reason: str) -> None:
@@ -145,6 +208,7 @@ class Webserver:
         """
         if self._port is not None:
             self._port.close()
+        await self._spare.drop()
         if self._next is not None:
             await self._next.end()
             for router in self._current():
@@ -180,13 +244,17 @@ class Webserver:
 
     async def _hand_over(self, old: Router, folder: Path) -> None:
         assert self._shards is not None
+        # It is from the code that is replaced.
+        await self._spare.drop()
         self._next = await self._start(folder, is_successor=True)
         if await HandOver(old, self._next, self._give_shards).run(self._shards.ready):
             new = self._router = self._next
-            self._on_ready(new)
+            self._on_ready(new, folder)
             if old.process.exit_code is None:
                 self._former[old] = asyncio.create_task(self._forget(old))
                 connect(old, new)
+        else:
+            self._prepare_spare(folder)
         self._next = None
 
     async def _forget(self, former: Router) -> None:
@@ -229,8 +297,13 @@ class Webserver:
         router.control.shards_ready(self._shards.life, trusts_kv=trusts_kv)
         router.has_shards = True
 
-    def _on_ready(self, router: Router) -> None:
+    def _prepare_spare(self, folder: Path) -> None:
+        if self._commands.settings.launcher.fork_server != "off" and not self._without_hand_over():
+            self._spare.prepare(partial(self._start, folder, is_successor=True))
+
+    def _on_ready(self, router: Router, folder: Path) -> None:
         router.ready_at = time.monotonic()
+        self._prepare_spare(folder)
         for former in self._former:
             # Those whose next router has died.
             if former.is_cut_off:

@@ -713,3 +713,70 @@ async def test_closed_terminal_ends_the_deployment(tmp_path: Path) -> None:
         os.close(ours)
         assert await deployment.end() == (0, "")
         await deployment.assert_gone(family)
+
+
+WAITS = "A second router waits"
+
+
+async def test_a_second_router_takes_over_from_a_killed_one(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_SPARE="0") as deployment:
+        await deployment.until(SERVED)
+        await deployment.until(WAITS)
+        first, second = deployment.lives("router")
+        os.kill(first, signal.SIGKILL)
+        await deployment.until(BACK)
+        # The next one is started only once this one serves.
+        await deployment.until(WAITS, times=2)
+        assert deployment.lives("router")[:2] == [first, second]
+        assert len(deployment.lives("router")) == 3
+        assert psutil.pid_exists(second)
+        await deployment.tell('{"event": "progress"}')
+        family = deployment.family()
+        deployment.process.send_signal(signal.SIGTERM)
+        assert await deployment.end() == (0, "")
+        await deployment.assert_gone(family)
+
+
+async def test_a_second_router_that_died_is_replaced_by_a_new_one(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_SPARE="0") as deployment:
+        await deployment.until(SERVED)
+        await deployment.until(WAITS)
+        first, second = deployment.lives("router")
+        os.kill(second, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+        await deployment.until(BACK)
+        assert deployment.lives("router")[2] not in {first, second}
+
+
+async def test_a_second_router_that_fails_costs_the_first_one_nothing(tmp_path: Path) -> None:
+    life = {"FAKE_ROUTER": "serve,crash,serve"}
+    async with deploy(tmp_path, FAKE_SPARE="0", **life) as deployment:
+        await deployment.until(SERVED)
+        await deployment.until("The second router died (exit code 1)")
+        first, _ = deployment.lives("router")
+        os.kill(first, signal.SIGKILL)
+        await deployment.until(BACK)
+        assert "cannot find its feet" in deployment.output
+
+
+async def test_a_hand_over_ends_the_second_router_whose_code_is_old(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_SPARE="0") as deployment:
+        await deployment.until(SERVED)
+        await deployment.until(WAITS)
+        _, second = deployment.lives("router")
+        deployment.process.send_signal(signal.SIGUSR2)
+        await deployment.until(REPLACED)
+        assert not psutil.pid_exists(second)
+        await deployment.until(WAITS, times=2)
+
+
+@pytest.mark.parametrize("flag", ["--fork-server=off", "--journal=records"])
+async def test_no_second_router_waits_where_one_alone_may_run(tmp_path: Path, flag: str) -> None:
+    if flag.startswith("--journal"):
+        flag = f"--journal={tmp_path}/records"
+    async with deploy(tmp_path, flag, FAKE_SPARE="0") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("router"), signal.SIGKILL)
+        await deployment.until(BACK)
+        assert len(deployment.lives("router")) == 2
+        assert WAITS not in deployment.output

@@ -88,7 +88,8 @@ class Server:
         """The running child of that role."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if role_of(child.cmdline()) == role and child.status() != psutil.STATUS_ZOMBIE:
+                its_role = role_of(child.cmdline(), child.name())
+                if its_role == role and child.status() != psutil.STATUS_ZOMBIE:
                     return child
             except psutil.NoSuchProcess:
                 continue

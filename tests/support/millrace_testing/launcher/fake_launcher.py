@@ -1,8 +1,8 @@
 """The real launcher with fake children; run as `python FILE FLAG…`.
 
 With `FAKE_TERMINAL` the terminal at stdin becomes its controlling one. `FAKE_DELAY` is the pause, in seconds, before
-the second restart without progress. Times are such that a slow machine changes nothing: no child counts as steady, and
-each has time for its last output.
+the second restart without progress. With `FAKE_SPARE`, also in seconds, a second router waits. Times are such that a
+slow machine changes nothing: no child counts as steady, and each has time for its last output.
 """
 
 from __future__ import annotations
@@ -28,5 +28,6 @@ if __name__ == "__main__":
     launcher.LOST_GRACE_SECONDS = process.DRAIN_SECONDS = 60.0
     launcher.LAST_WORDS_SECONDS = 0.1
     shards.STEADY_SECONDS = webserver.STEADY_SECONDS = math.inf
+    webserver.SPARE_SECONDS = float(os.environ.get("FAKE_SPARE", "inf"))
     programs = Programs(shard=(*CHILDREN, "shard"), router=(*CHILDREN, "router"))
     sys.exit(main(sys.argv[1:], programs))
