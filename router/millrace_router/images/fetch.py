@@ -53,8 +53,10 @@ def checked(url: str, hosts: Collection[str]) -> SplitResult:
         raise FetchError("has an address that is not valid") from None
     if parts.scheme.lower() != "https":
         raise FetchError("has an address that does not begin with https:")
-    if host not in hosts or parts.username is not None or parts.password is not None:
+    if host not in hosts:
         raise FetchError("is at a host that --image-url-hosts does not list")
+    if parts.username is not None or parts.password is not None:
+        raise FetchError("has an address with a user name or a password")
     if port not in {None, 443}:
         raise FetchError("has an address with a port")
     return parts

@@ -48,7 +48,7 @@ def test_public_addresses_are_accepted(address: str) -> None:
         ("https://sub.img.example/a.png", "does not list"),
         ("https://img.example.evil/a.png", "does not list"),
         ("https://img.example@evil.example/a.png", "does not list"),
-        ("https://user:pass@img.example/a.png", "does not list"),
+        ("https://user:pass@img.example/a.png", "user name"),
         ("https://img.example:8443/a.png", "port"),
         ("https://img.example:99999/a.png", "not valid"),
         ("https://[::1/a.png", "not valid"),
