@@ -11,6 +11,7 @@ import pytest
 
 from millrace_launcher.errors import NotEnoughCUDADevices
 from millrace_launcher.host.threads import ThreadPlan
+from millrace_launcher.logs import log
 from millrace_launcher.settings.arguments import read_settings
 from millrace_launcher.settings.commands import Commands, Programs
 from millrace_launcher.settings.flags import all_flags
@@ -277,9 +278,11 @@ def test_device_cuda_ends_with_the_reason_why_torch_has_no_gpu(
 def test_gpus_that_stay_idle_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # A test that has set up the log keeps it from the fixture.
+    monkeypatch.setattr(log, "propagate", True)
     programs = with_two_gpus(tmp_path, monkeypatch)
     settings = read_settings([f"--shard-uds-path={tmp_path}/shard"])
-    with ExitStack() as claims, caplog.at_level("INFO"):
+    with ExitStack() as claims, caplog.at_level("INFO", log.name):
         assert prepare(settings, programs, claims).num_shard == 1
     assert "--num-shard 2 would use all GPUs" in caplog.text
 
