@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
+
+NICENESS = 10
+"""On a busy core the thread gets about a tenth of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(replay(arguments[1:]))
     # A start leaves little garbage, and collections take a tenth of its time; the server enables them.
     gc.disable()
+    if "--is-successor" in arguments and sys.platform == "linux":
+        import_in_background()
     return int(import_module("millrace_router.serving").run(arguments))
+
+
+def import_in_background() -> None:
+    """Import while another router serves, and leave the cores to its steps.
+
+    The priority of a thread may be lowered; no user but root may raise it again.
+    """
+
+    def load() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        import_module("millrace_router.serving")
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Spare:
         explain(router.process, "The second router died")
 
     async def take(self) -> Router | None:
-        """Return it, unless it has died; from now on there is none."""
+        """Return it, unless it has died or still starts, which takes longer than usual; from now on there is none."""
         if self._timer is not None:
             self._timer.cancel()
         if self._tasks:
@@ -81,9 +81,9 @@ class Spare:
         await cancel(self._tasks)
         self._tasks, self._timer = [], None
         router, self.router = self.router, None
-        if router is None or router.process.is_running:
+        if router is None or (router.process.is_running and router.opened.is_set()):
             return router
-        router.control.close()
+        await router.end()
         return None
 
     async def drop(self) -> None:
