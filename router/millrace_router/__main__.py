@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def import_in_background() -> None:
     """Import while another router serves, and leave the cores to its steps.
 
-    The priority of a thread may be lowered; no user but root may raise it again.
+    Only a thread has the low priority, and ends: only root may raise a priority again.
     """
 
     def load() -> None:

@@ -10,7 +10,7 @@ import sys
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 NAME = b"millrace-router"
-"""What `ps` and `top` show; the kernel keeps 15 bytes."""
+"""The name of a router that serves, in `ps` and `top`. The kernel cuts names after 15 bytes."""
 OTHER_FILES = 256
 """Open files that the server itself may need: shards, adapters, logs, and connections that are just being closed."""
 MAX_FILES = 1 << 16
@@ -25,7 +25,7 @@ def die_with_parent() -> None:
 
 
 def show_name() -> None:
-    """Give the process its name, which one that waits for the death of another router does not have; Linux only."""
+    """Name the process as a router that serves, which a waiting one is not; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, NAME, 0, 0, 0)
 

@@ -32,13 +32,13 @@ AnyShards = Shards | RemoteShards | ClusterShards
 # A router that served for this time before it died is no crash loop.
 STEADY_SECONDS = 10.0
 SPARE_SECONDS = 10.0
-"""Time that a router has served when another one is prepared: not in a crash loop, and not in a short run."""
+"""Another router is prepared after the first one has served for so long: not in a crash loop or a short run."""
 
 
 class Spare:
     """A router that has read its files and waits, to serve at once if the one that serves dies.
 
-    It costs the memory of a router, and a second of one core when it starts.
+    It takes the memory of a router, and a second of one core at low priority when it starts.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Spare:
         explain(router.process, "The second router died")
 
     async def take(self) -> Router | None:
-        """Return it, unless it has died or still starts, which takes longer than usual; from now on there is none."""
+        """Return it if it waits; end it if it still starts, since a new one is faster. From now on there is none."""
         if self._timer is not None:
             self._timer.cancel()
         if self._tasks:
