@@ -227,7 +227,7 @@ def _halves_of_a_layer(kernels: Kernels, random: Random, shape: LayerShape) -> l
     gpt_oss = replace(full, norm=replace(full.norm, wide=True), head_norms=None, sinks=sinks)
     for optional, weights in ((False, usual), (True, full), (True, gpt_oss)):
         attention = kernels.attention(weights)
-        mlp = kernels.mlp(mlp_weights(random, optional=optional))
+        mlp = kernels.mlp(mlp_weights(random, optional=optional, wide=weights is gpt_oss))
         residual = random(rows, HIDDEN)
         outputs.append(
             attention(random(rows, HIDDEN) if optional else None, residual, batch, cache)
@@ -260,9 +260,9 @@ def _head_norms(random: Random, head_dim: int) -> HeadNorms:
     return HeadNorms(query=query, key=key)
 
 
-def mlp_weights(random: Random, *, optional: bool) -> MlpWeights:
+def mlp_weights(random: Random, *, optional: bool, wide: bool = False) -> MlpWeights:
     return MlpWeights(
-        norm=NormWeights(weight=1 + random(HIDDEN) / 8, eps=EPS),
+        norm=NormWeights(weight=1 + random(HIDDEN) / 8, eps=EPS, wide=wide),
         gate_up=_linear(random, 2 * INTER, HIDDEN, bias=optional),
         down=_linear(random, HIDDEN, INTER, bias=optional),
     )

@@ -272,7 +272,10 @@ class Kernels(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last axis in float32, cast back, then scale by `weight`, as in Llama."""
+        """Normalise the last axis in float32, cast back, then scale by `weight`, as in Llama.
+
+        A float32 `weight` of another dtype than `x` scales before the cast, as in Gemma.
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual += x` in place, rounded to its dtype; returns `rms_norm(residual)`. All [T, hidden]."""

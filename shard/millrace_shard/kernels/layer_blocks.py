@@ -212,12 +212,12 @@ class ComposedBlocks:
             self.zero_blocks(layer, blocks[layer.group])
 
     def norm(self: Kernels, x: Tensor, norm: NormWeights) -> Tensor:
-        """By an operator if it is Llama's, else in plain torch."""
-        return self.rms_norm(x, norm.weight, norm.eps) if norm.is_plain else norm.apply(x)
+        """By an operator if it is RMSNorm, else in plain torch."""
+        return self.rms_norm(x, norm.factors, norm.eps) if norm.is_rms else norm.apply(x)
 
     def add_norm(self: Kernels, x: Tensor, residual: Tensor, norm: NormWeights) -> Tensor:
-        if norm.is_plain:
-            return self.add_rms_norm(x, residual, norm.weight, norm.eps)
+        if norm.is_rms:
+            return self.add_rms_norm(x, residual, norm.factors, norm.eps)
         residual += x
         return self.norm(residual, norm)
 
@@ -230,7 +230,7 @@ class ComposedBlocks:
         cache: LayerCache,
         sizes: tuple[int, int],
     ) -> Tensor | None:
-        """By `rope_store` if both are Llama's or Qwen 3's."""
+        """By `rope_store` if halves of heads are rotated and each head has an RMSNorm, or none."""
         if rotation.interleaved or not (norms is None or norms.is_plain):
             return None
         heads, kv_heads = sizes

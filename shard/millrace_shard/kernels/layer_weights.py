@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -99,7 +99,7 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return elementwise(lambda x: F.gelu(x, approximate="tanh"), gate) * up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NormWeights:
     """A norm over the last axis, computed in float32."""
 
@@ -116,9 +116,15 @@ class NormWeights:
     """[n]: added in float32, where the weight is multiplied in float32; None: nothing is added."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is RMSNorm as in Llama, which all kernels compute by an operator."""
-        return not (self.centred or self.plus_one or self.wide) and self.weight.dim() == 1
+    def is_rms(self) -> bool:
+        """Whether it is RMSNorm with the same weights for all rows, which all kernels compute by an operator."""
+        return not self.centred and self.bias is None and self.weight.dim() == 1
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """What normalised values are multiplied by, in float32 if that is before they are rounded."""
+        weight = self.weight.float() if self.wide else self.weight
+        return weight + 1 if self.plus_one else weight
 
     def apply(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
         """The norm of `x` [..., n] in plain torch; `mean_square` [..., 1] replaces the mean square of `x` itself."""
@@ -129,10 +135,8 @@ class NormWeights:
             mean_square = wide.square().mean(-1, keepdim=True)
         scaled = wide * torch.rsqrt(mean_square + self.eps)
         if not self.wide:
-            weight = self.weight + 1 if self.plus_one else self.weight
-            return scaled.to(x.dtype) * weight
-        weight = self.weight.float()
-        scaled = scaled * (weight + 1 if self.plus_one else weight)
+            return scaled.to(x.dtype) * self.factors
+        scaled = scaled * self.factors
         return (scaled if self.bias is None else scaled + self.bias.float()).to(x.dtype)
 
 
@@ -151,9 +155,9 @@ class HeadNorms:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each head is normalised before it is rotated, as in Qwen 3."""
+        """Whether each head of queries and keys is normalised by RMSNorm before it is rotated, as in Qwen 3."""
         is_other = self.whole_width or self.after_rope or self.value is not None
-        return not is_other and self.query.is_plain
+        return not is_other and self.query.is_rms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

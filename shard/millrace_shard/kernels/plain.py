@@ -16,7 +16,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache, Linear
 from millrace_shard.kernels.elementwise import elementwise
 from millrace_shard.kernels.kv_cache import new_layer_cache, store_rows
 from millrace_shard.kernels.layer_blocks import ComposedBlocks
-from millrace_shard.kernels.layer_weights import HeadNorms
+from millrace_shard.kernels.layer_weights import HeadNorms, NormWeights
 from millrace_shard.kernels.plain_attention import KEY_CHUNK, ScoreRule, attend_fast, attend_fixed
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -61,7 +61,7 @@ def normalise_heads(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
     for each, norm in ((queries, norms.query), (keys, norms.key)):
-        each.copy_(kernels.rms_norm(each, norm.weight, norm.eps))
+        each.copy_(kernels.norm(each, norm))
 
 
 class PlainKernels(ComposedBlocks):
@@ -108,10 +108,8 @@ class PlainKernels(ComposedBlocks):
         store_rows(zeros, zeros, rows, cache)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last axis in float32, cast back, then scale."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (wide * scale).to(x.dtype) * weight
+        """RMSNorm of the last axis."""
+        return NormWeights(weight=weight, eps=eps, wide=weight.dtype != x.dtype).apply(x)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x

@@ -225,7 +225,7 @@ class CpuKernels(ComposedBlocks):
         torch.ops.millrace.store(zeros, zeros, rows, cache.tensors)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last axis in float32, cast back, then scale."""
+        """RMSNorm of the last axis."""
         out = torch.empty(x.shape, dtype=x.dtype)
         rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, x.shape[-1])
         torch.ops.millrace.rms_norm(out, rows, weight, eps)

@@ -7,8 +7,6 @@ stand for integers. A row's bits depend only on the row, since sums run over the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +45,7 @@ def fits_attention(weights: AttentionWeights, *, integer: bool = False) -> bool:
         and weights.has_plain_heads
         and _have_one_eps(weights)
         and weights.norm is not None
-        and replace(weights.norm, wide=False).is_plain
+        and weights.norm.is_rms
         and _fit_sites(weights.qkv, weights.out, ATTENTION_PARTS)
         and is_one_matrix(weights.qkv, integer=integer)
     )
@@ -70,7 +68,7 @@ def fits_mlp(weights: MlpWeights, *, integer: bool = False) -> bool:
         and weights.activation is Activation.SILU
         and set(weights.multipliers) == {1.0}
         and weights.norm is not None
-        and weights.norm.is_plain
+        and weights.norm.is_rms
         and _fit_sites(weights.gate_up, weights.down, MLP_PARTS)
         and is_one_matrix(weights.gate_up, integer=integer, gated=True)
     )
@@ -149,11 +147,11 @@ class TiledAttention:
         assert weights.rotation is not None
         self.eps = weights.norm.eps
         norms = weights.head_norms
-        query_norm = or_empty(None if norms is None else norms.query.weight)
-        key_norm = or_empty(None if norms is None else norms.key.weight)
+        query_norm = or_empty(None if norms is None else norms.query.factors)
+        key_norm = or_empty(None if norms is None else norms.key.factors)
         qkv = packed(weights.qkv, integer=integer)
         out = packed(weights.out, integer=integer)
-        self.weights = (weights.norm.weight, *qkv, query_norm, key_norm, *out)
+        self.weights = (weights.norm.factors, *qkv, query_norm, key_norm, *out)
         """In the operators' order."""
         self.shapes = weights.qkv.weight.shape, weights.out.weight.shape, query_norm.shape
         self.rope = weights.rotation.table
@@ -162,11 +160,7 @@ class TiledAttention:
         self.window = weights.window or 0
         self.lora = _site(weights.qkv)
         _site(weights.out)
-        self.is_usual = weights.sinks is None and not weights.norm.wide
-        """Whether the operator over all layers takes this half."""
-        self._options: dict[str, Any] = (
-            {} if self.is_usual else {"sinks": weights.sinks, "wide": weights.norm.wide}
-        )
+        self.sinks = weights.sinks
         self._nothing = or_empty(None)
 
     def __call__(
@@ -194,7 +188,7 @@ class TiledAttention:
             self.scale,
             self.window,
             *_adapters(self.lora),
-            **self._options,
+            sinks=self.sinks,
             key_ends=batch.key_ends,
         )
         return y
@@ -208,7 +202,7 @@ class TiledMlp:
         self.eps = weights.norm.eps
         gate_up = packed(weights.gate_up, integer=integer, gated=True)
         down = packed(weights.down, integer=integer)
-        self.weights = (weights.norm.weight, *gate_up, *down)
+        self.weights = (weights.norm.factors, *gate_up, *down)
         """In the operators' order."""
         self.shapes = weights.gate_up.weight.shape, weights.down.weight.shape
         self.lora = _site(weights.gate_up)
@@ -282,7 +276,7 @@ def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp
         for layer in layers
         if layer.is_plain
         and isinstance(layer.attention, TiledAttention)
-        and layer.attention.is_usual
+        and layer.attention.sinks is None
         and isinstance(layer.mlp, TiledMlp)
     ]
     if len(halves) < len(layers) or len({_kind(*pair) for pair in halves}) > 1:

@@ -189,12 +189,13 @@ class CudaKernels(ComposedBlocks):
         """Nothing to do, for the same reason."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last axis in float32, cast back, then scale."""
-        return triton_rows.rms_norm(x, NormWeights(weight=weight, eps=eps))
+        """RMSNorm of the last axis."""
+        return self.norm(x, NormWeights(weight=weight, eps=eps, wide=weight.dtype != x.dtype))
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual += x` in place, then its norm; all [T, hidden]."""
-        return triton_rows.add_rms_norm(x, residual, NormWeights(weight=weight, eps=eps))
+        norm = NormWeights(weight=weight, eps=eps, wide=weight.dtype != x.dtype)
+        return self.add_norm(x, residual, norm)
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """A norm over the last axis, in one launch unless it has a bias."""

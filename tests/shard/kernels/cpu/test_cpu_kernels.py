@@ -17,6 +17,7 @@ from millrace_shard.kernels.agreement import CPU, ragged_batch
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.layer_weights import NormWeights
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.toolchain import find_compiler
@@ -452,6 +453,23 @@ def test_norms_match_their_definition(dtype: torch.dtype, kernels: CpuKernels, w
     normed = kernels.rms_norm(heads, weight[1], 1e-5)
     assert normed.shape == heads.shape
     assert error(normed, expected(heads, weight[1])) < limit
+
+
+@pytest.mark.parametrize("width", [8, 64, 100, 576])
+def test_norms_whose_weights_lack_1_are_rounded_once(
+    dtype: torch.dtype, kernels: CpuKernels, width: int
+) -> None:
+    x, residual, weight = (torch.randn(37, width).to(dtype) for _ in range(3))
+    norm = NormWeights(weight=weight[0], eps=1e-5, plus_one=True, wide=True)
+    total = (x.float() + residual.float()).to(dtype)
+    normed = kernels.add_norm(x, residual, norm)
+    assert torch.equal(residual, total)
+    assert torch.equal(kernels.norm(total, norm), normed)
+    expected = F.rms_norm(total.double(), (width,), weight[0].double() + 1, 1e-5)
+    assert normed.dtype == dtype
+    # Of values that were rounded twice, a fifth would differ.
+    assert (normed != expected.to(dtype)).float().mean() < (0.02 if dtype == torch.bfloat16 else 1)
+    assert error(normed, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("width", [8, 100, 1536])

@@ -31,6 +31,7 @@ from millrace_shard.kernels.layer_weights import (
     HeadNorms,
     LinearWeights,
     MlpWeights,
+    NormWeights,
 )
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -63,14 +64,22 @@ class Shape:
     qk_norm: bool = False
     window: int | None = None
     gpt_oss: bool = False
-    """With sinks, and a norm whose weight is multiplied before the result is rounded."""
+    """With sinks, and norms whose weights are multiplied before the result is rounded."""
+    qwen3_5: bool = False
+    """With such norms, to whose weights 1 is added."""
+
+    def norm(self, size: int) -> NormWeights:
+        norm = norm_of(size)
+        if self.qwen3_5:
+            return replace(norm, weight=norm.weight - 1, plus_one=True, wide=True)
+        return replace(norm, wide=self.gpt_oss)
 
     def weights(self) -> AttentionWeights:
         width = (self.heads + 2 * self.kv_heads) * self.dim
         return AttentionWeights(
-            norm=replace(norm_of(self.hidden), wide=self.gpt_oss),
+            norm=self.norm(self.hidden),
             qkv=linear(width, self.hidden, bias=self.bias),
-            head_norms=HeadNorms(query=norm_of(self.dim), key=norm_of(self.dim))
+            head_norms=HeadNorms(query=self.norm(self.dim), key=self.norm(self.dim))
             if self.qk_norm
             else None,
             out=linear(self.hidden, self.heads * self.dim, bias=self.bias),
@@ -85,7 +94,7 @@ class Shape:
 
     def mlp(self) -> MlpWeights:
         return MlpWeights(
-            norm=norm_of(self.hidden),
+            norm=self.norm(self.hidden),
             gate_up=linear(2 * self.inter, self.hidden, bias=self.bias),
             down=linear(self.hidden, self.inter, bias=self.bias),
         )
@@ -110,6 +119,7 @@ SHAPES = [
     Shape(dim=96, heads=71, kv_heads=1, hidden=160, bias=True, window=1),
     Shape(hidden=1600, inter=2064, heads=3, kv_heads=3),
     Shape(bias=True, window=70, gpt_oss=True),
+    Shape(qk_norm=True, qwen3_5=True),
 ]
 
 
@@ -203,8 +213,9 @@ def test_mlp_equals_its_definition_and_is_independent_of_the_batch(shape: Shape)
     torch.set_num_threads(2)
 
 
-def test_blocks_agree_with_those_put_together_from_plain_operations() -> None:
-    shape = Shape(bias=True, qk_norm=True, window=90)
+@pytest.mark.parametrize("wide", [False, True])
+def test_blocks_agree_with_those_put_together_from_plain_operations(wide: bool) -> None:
+    shape = Shape(bias=True, qk_norm=True, window=90, qwen3_5=wide)
     plain = PlainKernels(deterministic=True, block_size=64)
     residual, x = (torch.randn(91, shape.hidden).to(BF16) for _ in range(2))
     weights, mlp = shape.weights(), shape.mlp()
@@ -224,6 +235,7 @@ LAYERS = [
     [Shape()] * 3,
     [Shape(hidden=64, inter=48, bias=True, qk_norm=True)] * 2,
     [Shape(window=70), Shape(), Shape(window=1)],
+    [Shape(qwen3_5=True), Shape()],
 ]
 
 

@@ -33,7 +33,8 @@ def rotation_of(dim: int) -> Rotation:
 def norm(x: Tensor, weights: NormWeights | None) -> Tensor:
     """The norm of `x`, float64."""
     assert weights is not None
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights.weight.double()
+    weight = weights.weight.double() + weights.plus_one
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
 def apply(weights: LinearWeights, x: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, co
 // The parameters of a layer's heads: their counts, norms and rotation.
 struct Heads {
   int64_t queries, keys, dim;
-  const BFloat16 *query_norm, *key_norm;  // or null
+  NormWeights<BFloat16> query_norm, key_norm;
   float eps;
   const float* rope;
   int64_t rotary, positions;
@@ -98,8 +98,8 @@ struct Heads {
   void prepare(BFloat16* row, int64_t position, Range heads) const {
     for (int64_t head = heads.low; head < heads.high; head++) {
       BFloat16* x = row + head * dim;
-      const BFloat16* norm = head < queries ? query_norm : key_norm;
-      if (norm != nullptr) norm_row(x, x, norm, sum_of_squares(x, dim), eps, dim);
+      const NormWeights<BFloat16>& norm = head < queries ? query_norm : key_norm;
+      if (norm.any()) norm_row(x, x, norm, sum_of_squares(x, dim), eps, dim);
       rotate(x, rope + position * rotary, rotary / 2);
     }
   }
@@ -126,8 +126,8 @@ class AttentionHalf {
         heads_{num_heads,
                pages_.heads,
                pages_.dim,
-               query_norm.numel() == 0 ? nullptr : query_norm.const_data_ptr<BFloat16>(),
-               key_norm.numel() == 0 ? nullptr : key_norm.const_data_ptr<BFloat16>(),
+               NormWeights<BFloat16>(query_norm),
+               NormWeights<BFloat16>(key_norm),
                static_cast<float>(eps),
                places.rope.const_data_ptr<float>(),
                places.rope.size(1),
@@ -154,10 +154,8 @@ class AttentionHalf {
     outs_ = LoraSite(adapters, lora_first + 3, {0}, second_, result_.width);
   }
 
-  // Sinks [heads] float32 of the queries, if any, whether the weight of the norm is multiplied before rounding, and the
-  // ends of the keys that each query sees, [rows] int32, if any.
-  void set_options(const std::optional<at::Tensor>& sinks, bool wide, const std::optional<at::Tensor>& key_ends) {
-    input_.wide = wide;
+  // Sinks [heads] float32 of the queries, and the ends of the keys that each query sees, [rows] int32, if any.
+  void set_options(const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& key_ends) {
     attention_.key_ends = ends_of(key_ends, result_.count);
     if (!sinks) return;
     TORCH_CHECK(sinks->is_contiguous() && sinks->numel() == heads_.queries);
@@ -218,7 +216,7 @@ class AttentionHalf {
     const int64_t rows = result_.count;
     TORCH_CHECK(places.rope.is_contiguous() && heads_.rotary % 2 == 0 && heads_.rotary <= pages_.dim);
     for (const at::Tensor& each : {query_norm, key_norm})
-      TORCH_CHECK(each.is_contiguous() && (each.numel() == 0 || each.numel() == pages_.dim));
+      TORCH_CHECK(each.numel() == 0 || each.numel() == pages_.dim);
     TORCH_CHECK(rows == input_.residual.count);
     TORCH_CHECK(places.positions.numel() == rows && places.positions.is_contiguous());
     TORCH_CHECK(places.cache_rows.numel() == rows && places.cache_rows.is_contiguous());
@@ -250,14 +248,14 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
                      at::TensorList cache, const at::Tensor& tables, const at::Tensor& starts,
                      const at::Tensor& contexts, int64_t num_heads, double scale, int64_t window,
                      const std::optional<at::Tensor>& lora_rows, const std::optional<at::Tensor>& lora_table,
-                     int64_t lora_first, const std::optional<at::Tensor>& sinks, bool wide,
+                     int64_t lora_first, const std::optional<at::Tensor>& sinks,
                      const std::optional<at::Tensor>& key_ends) {
   Adapters adapters(lora_rows, lora_table, lora_first, kAttentionModules, y.size(0));
   const Places places{rope, positions, cache_rows, tables, starts, contexts};
   AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, cache,
                      num_heads, scale, window, adapters, lora_first);
   static thread_local std::vector<Tile> planned;
-  half.set_options(sinks, wide, key_ends);
+  half.set_options(sinks, key_ends);
   half.plan(planned);
   const std::vector<Tile>& tiles = planned;
   if (y.size(0) != 0) run_team([&](Team& team) { half(team, tiles); });

@@ -38,7 +38,7 @@ TORCH_LIBRARY(millrace, library) {
       "Tensor qkv_bias, Tensor query_norm, Tensor key_norm, Tensor out, Tensor out_bias, Tensor rope, "
       "Tensor positions, Tensor cache_rows, Tensor(c!)[] cache, Tensor tables, Tensor starts, "
       "Tensor contexts, int num_heads, float scale, int window, Tensor? lora_rows=None, Tensor? lora_table=None, "
-      "int lora_first=0, Tensor? sinks=None, bool wide=False, Tensor? key_ends=None) -> ()");
+      "int lora_first=0, Tensor? sinks=None, Tensor? key_ends=None) -> ()");
   library.def(
       "decoder_layers(Tensor(a!) y, Tensor(b!) residual, Tensor[] weights, Tensor(c!)[] caches, float eps, "
       "Tensor rope, Tensor positions, Tensor cache_rows, Tensor tables, Tensor starts, Tensor contexts, "

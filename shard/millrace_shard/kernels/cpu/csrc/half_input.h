@@ -27,17 +27,16 @@ inline int64_t shared_grain(const Team& team, int64_t rows, int64_t width) {
 struct NormInput {
   const BFloat16* added;  // or null
   Rows residual;
-  const BFloat16* weight;
+  NormWeights<BFloat16> weights;
   float eps;
-  bool wide = false;  // whether the weight is multiplied before the result is rounded
 
   NormInput(const at::Tensor& x, const at::Tensor& residual_rows, const at::Tensor& norm, double epsilon)
       : added(x.numel() == 0 ? nullptr : x.const_data_ptr<BFloat16>()),
         residual(residual_rows),
-        weight(norm.const_data_ptr<BFloat16>()),
+        weights(norm),
         eps(static_cast<float>(epsilon)) {
     TORCH_CHECK(added == nullptr || (x.is_contiguous() && x.sizes() == residual_rows.sizes()));
-    TORCH_CHECK(norm.is_contiguous() && norm.numel() == residual.width && norm.scalar_type() == at::kBFloat16);
+    TORCH_CHECK(norm.is_contiguous() && norm.numel() == residual.width);
     TORCH_CHECK(residual.width % tiles::kDepth == 0);
   }
 
@@ -50,8 +49,7 @@ struct NormInput {
       const Vec inverses(1.f / std::sqrt(squares / static_cast<float>(width) + eps));
       for (int64_t i = 0; i < width; i += kLanes) {
         BFloat16* to = tiled.at(row - first, i);
-        const Vec normed = load(x + i) * inverses;
-        save(to, (wide ? normed : save(to, normed)) * load(weight + i));
+        save(to, weights.scaled(to, load(x + i) * inverses, i));
       }
     }
   }

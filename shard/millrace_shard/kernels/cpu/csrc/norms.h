@@ -44,28 +44,51 @@ float add_row(T* residual, const T* x, int64_t width) {
   return result;
 }
 
-// The normalised value is rounded to T and then scaled, as in Llama.
+// The weights of a norm, of which one pointer is set, or none. The normalised value is rounded to T and then multiplied
+// by weights of T, as in Llama; it is multiplied by those in float32 before it is rounded, as in Gemma.
 template <typename T>
-void norm_row(T* out, const T* x, const T* weight, float squares, float eps, int64_t width) {
+struct NormWeights {
+  const T* narrow = nullptr;
+  const float* wide = nullptr;
+
+  explicit NormWeights(const at::Tensor& weight) {
+    TORCH_CHECK(weight.is_contiguous());
+    if (weight.numel() == 0) return;
+    if (std::is_same_v<T, float> || weight.scalar_type() != at::kFloat)
+      narrow = weight.const_data_ptr<T>();
+    else
+      wide = weight.const_data_ptr<float>();
+  }
+
+  bool any() const { return narrow != nullptr || wide != nullptr; }
+
+  // Normalised values by their weights from `i` on; `rounded` may be changed.
+  Vec scaled(T* rounded, const Vec& normed, int64_t i) const {
+    return wide != nullptr ? normed * load(wide + i) : save(rounded, normed) * load(narrow + i);
+  }
+  float scaled(float normed, int64_t i) const {
+    return wide != nullptr ? normed * wide[i] : static_cast<float>(static_cast<T>(normed)) * static_cast<float>(narrow[i]);
+  }
+};
+
+template <typename T>
+void norm_row(T* out, const T* x, const NormWeights<T>& weights, float squares, float eps, int64_t width) {
   const float inverse = 1.f / std::sqrt(squares / static_cast<float>(width) + eps);
   const Vec inverses(inverse);
   int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) save(out + i, save(out + i, load(x + i) * inverses) * load(weight + i));
-  for (; i < width; i++) {
-    const T value = static_cast<T>(static_cast<float>(x[i]) * inverse);
-    out[i] = static_cast<T>(static_cast<float>(value) * static_cast<float>(weight[i]));
-  }
+  for (; i + kLanes <= width; i += kLanes) save(out + i, weights.scaled(out + i, load(x + i) * inverses, i));
+  for (; i < width; i++) out[i] = static_cast<T>(weights.scaled(static_cast<float>(x[i]) * inverse, i));
 }
 
 // out [A, B, width] is contiguous; x [A, B, width] may have any strides, with the last 1.
 void rms_norm(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, double eps) {
   const int64_t rows = x.size(0), parts = x.size(1), width = x.size(2);
-  TORCH_CHECK(x.stride(2) == 1 && weight.numel() == width && weight.scalar_type() == x.scalar_type());
+  TORCH_CHECK(x.stride(2) == 1 && weight.numel() == width);
   TORCH_CHECK(out.is_contiguous() && out.scalar_type() == x.scalar_type() && out.numel() == x.numel());
   dispatch(x, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const T* from = x.const_data_ptr<T>();
-    const T* scale = weight.const_data_ptr<T>();
+    const NormWeights<T> scale(weight);
     T* to = out.mutable_data_ptr<T>();
     const int64_t outer = x.stride(0), inner = x.stride(1);
     at::parallel_for(0, rows, row_grain(parts * width), [&](int64_t begin, int64_t end) {
@@ -85,11 +108,11 @@ void add_rms_norm(at::Tensor out, const at::Tensor& x, at::Tensor residual, cons
   const auto dtype = x.scalar_type();
   TORCH_CHECK(x.is_contiguous() && residual.is_contiguous() && out.is_contiguous());
   TORCH_CHECK(residual.sizes() == x.sizes() && out.sizes() == x.sizes() && weight.numel() == width);
-  TORCH_CHECK(residual.scalar_type() == dtype && out.scalar_type() == dtype && weight.scalar_type() == dtype);
+  TORCH_CHECK(residual.scalar_type() == dtype && out.scalar_type() == dtype);
   dispatch(x, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const T* added = x.const_data_ptr<T>();
-    const T* scale = weight.const_data_ptr<T>();
+    const NormWeights<T> scale(weight);
     T* sums = residual.mutable_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     at::parallel_for(0, rows, row_grain(width), [&](int64_t begin, int64_t end) {

@@ -37,7 +37,7 @@ struct Operators {
   void (*attention_block)(at::Tensor y, In x, In residual, In norm, double eps, In qkv, In qkv_bias, In query_norm,
       In key_norm, In out, In out_bias, In rope, In positions, In cache_rows, List cache, In tables, In starts,
       In contexts, int64_t num_heads, double scale, int64_t window, Maybe lora_rows, Maybe lora_table,
-      int64_t lora_first, Maybe sinks, bool wide, Maybe key_ends);
+      int64_t lora_first, Maybe sinks, Maybe key_ends);
   void (*decoder_layers)(at::Tensor y, In residual, List weights, List caches, double eps, In rope, In positions,
       In cache_rows, In tables, In starts, In contexts, int64_t num_heads, double scale, Ints windows, Maybe lora_rows,
       Maybe lora_table, int64_t lora_first);
