@@ -427,6 +427,7 @@ class IntegerRows {
         totals[i][row] = at::vec::fmadd(sums[i][row], load(scales + i * kLanes), totals[i][row]);
         sums[i][row] = Vec(0.f);
       });
+      ahead = prefetch(ahead, w_.scale_size + w_.offset_size);
       if (w_.offset_size > 0) add_offsets(part, run.group, totals);
     }
     each([&](int i, int row) { save(states[row].sums + i * kLanes, sums[i][row]); });
