@@ -14,6 +14,8 @@ from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, Shar
 from millrace_router.telemetry.trace_context import trace_metadata
 
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+UNSENT = "Internal error from Core"
+"""What `grpc.aio` says, with the code of a servicer's error, where a connection breaks while it writes."""
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 
 StepCall = grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResponse]
@@ -122,6 +124,7 @@ def from_grpc(error: BaseException) -> ShardError:
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return ShardBusy(message)
     # gRPC may report a broken connection as "Stream removed", with the code of an exception in a servicer.
-    if code in GONE or (code == grpc.StatusCode.UNKNOWN and "xception" not in message):
+    is_removed = code == grpc.StatusCode.UNKNOWN and "xception" not in message
+    if code in GONE or is_removed or message == UNSENT:
         return ShardLost(message)
     return ShardError(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ import pytest
 import structlog
 import trustme
 
+from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.config import RouterConfig
 from millrace_router.shards.channels import TlsError, is_exposed, tls_from
+from millrace_router.shards.client import from_grpc
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
@@ -180,3 +183,34 @@ def test_the_setting_is_there_when_grpc_is_imported(monkeypatch: pytest.MonkeyPa
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["0"]
+
+
+class BreaksInWrites:
+    """A call's core whose connection breaks while a message is sent."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    async def send_serialized_message(self, _: bytes) -> None:
+        core: Any = importlib.import_module("grpc._cython.cygrpc")
+        raise core.InternalError("a batch failed")
+
+
+async def test_a_shard_is_lost_if_its_connection_breaks_while_a_message_is_sent() -> None:
+    """`grpc.aio` has the code of a servicer's error for that; after one, no KV would be kept."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    pb_grpc.add_ShardServiceServicer_to_server(FakeShardService(FakeShard()), server)
+    number = server.add_insecure_port("localhost:0")
+    server.start()
+    async with grpc.aio.insecure_channel(f"localhost:{number}") as channel:
+        call: Any = pb_grpc.ShardServiceStub(channel).Steps()
+        await call.wait_for_connection()
+        call._cython_call = BreaksInWrites(call._cython_call)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.write(pb.StepRequest())
+    server.stop(None)
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
+    assert isinstance(from_grpc(caught.value), ShardLost)
