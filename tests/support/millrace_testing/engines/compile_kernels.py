@@ -466,6 +466,9 @@ def main() -> None:
         found = (({}, compiled) for compiled in a_few())
     for case, compiled in found:
         facts = dataclasses.asdict(compiled) | {"fits": compiled.fits}
+        del facts["cubin"]
+        if not case:
+            facts["conversions"] = compiled.conversions
         print(json.dumps(case | facts), flush=True)  # noqa: T201
 
 

@@ -71,14 +71,18 @@ class Compiled:
     """Bytes of shared memory."""
     stack: int
     """Bytes of local memory per thread, in which registers are spilled."""
-    conversions: int
-    """Instructions that convert integers to floats."""
     products: tuple[str, ...]
     """Shapes and layouts of the results of matrix products, each once."""
     reductions: tuple[str, ...]
     """Shapes and layouts of the operands of reductions, each once."""
     seconds: float
     """That the compiler took."""
+    cubin: bytes
+
+    @property
+    def conversions(self) -> int:
+        """Instructions that convert integers to floats; to read them takes as long as to compile them."""
+        return len(_CONVERSION.findall(_dumped(self.cubin, "--dump-sass")))
 
     @property
     def fits(self) -> bool:
@@ -121,10 +125,10 @@ def compile_kernel(
         capability,
         compiled.metadata.shared,
         max(map(int, _STACK.findall(_dumped(compiled.asm["cubin"], "--dump-resource-usage")))),
-        len(_CONVERSION.findall(_dumped(compiled.asm["cubin"], "--dump-sass"))),
         _laid_out(_DOT, layouts),
         _laid_out(_REDUCTION, layouts),
         round(seconds, 3),
+        compiled.asm["cubin"],
     )
 
 
