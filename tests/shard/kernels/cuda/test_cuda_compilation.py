@@ -52,7 +52,12 @@ def compile_kernels(cache: Path, *arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def instructions(compiled: dict[str, Any]) -> set[tuple[str, ...]]:
-    """Version, rows and depth of the tensor cores' instructions in a linear; the rows of x are its other side."""
+    """Version, rows and depth of the tensor cores' instructions in a linear; the rows of x are its other side.
+
+    Those of sm_100 sum in a memory of their own, 64 or 128 rows; only a device shows whether both have the same bits.
+    """
+    if any("tensor_memory_encoding" in each for each in compiled["products"]):
+        return {("5",)}
     result = (INSTRUCTION.search(each) for each in compiled["products"])
     return {(each[1], each[2], each[4] or each[3]) for each in result if each is not None}
 

@@ -55,7 +55,9 @@ POINTERS = (
 _SIZES = ("stride", "num_inputs", "num_outputs", "padded_inputs", "part", "group_size")
 """Ends of the names of integers that are multiples of 16 in common models."""
 _ENCODING = re.compile(r"^(#\w+) = (.+)$", re.MULTILINE)
-_DOT = re.compile(r"(?:warp_group_dot|tt\.dot) .*-> tensor<([\dx]+)xf32, (#\w+)>")
+_DOT = re.compile(
+    r"(?:(?:warp_group_dot|tt\.dot) .*-> tensor|tc_gen5_mma .*memdesc)<([\dx]+)xf32, (#\w+)[>,]"
+)
 _REDUCTION = re.compile(r"\}\) : \(tensor<([\dx]+)xf32, (#\w+)>\) -> tensor")
 _STACK = re.compile(r"STACK:(\d+)")
 _CONVERSION = re.compile(r"\bI2FP?\b")
