@@ -15,7 +15,7 @@ from millrace_router.telemetry.trace_context import trace_metadata
 
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 UNSENT = "Internal error from Core"
-"""What `grpc.aio` says, with the code of a servicer's error, where a connection breaks while it writes."""
+"""`grpc.aio` says so, with the code INTERNAL, if the connection breaks while a message is sent."""
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 
 StepCall = grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResponse]

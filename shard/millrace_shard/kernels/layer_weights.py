@@ -122,7 +122,7 @@ class NormWeights:
 
     @cached_property
     def factors(self) -> Tensor:
-        """What normalised values are multiplied by, in float32 if that is before they are rounded."""
+        """[n] or [heads, n]: the weight, with 1 added if `plus_one`; float32 if `wide`."""
         weight = self.weight.float() if self.wide else self.weight
         return weight + 1 if self.plus_one else weight
 
