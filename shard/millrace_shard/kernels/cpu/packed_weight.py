@@ -4,6 +4,9 @@ Exact products multiply bfloat16 activations with the values of the codes; table
 hold (nf4, fp4) are sums of two parts, with a relative error of at most 2^-17. Products of integers round activations to
 integers of 8 or 16 bits, with a scale for every 32 inputs of a row. The choice is made once for each weight, so a row's
 bits do not depend on the number of rows.
+
+On AMX, weights with groups of at most 32 inputs are rounded to bfloat16: scaling the sums of such a group would take
+longer than computing them.
 """
 
 from __future__ import annotations
@@ -134,13 +137,32 @@ def _agrees(form: CodeFormat, inputs: int, input_bytes: int) -> bool:
     )
 
 
+def _widens(form: CodeFormat, inputs: int) -> bool:
+    """Whether weights are rounded to bfloat16."""
+    if torch.ops.millrace.tile_unit() != "amx" or form.group_size is None:
+        return False
+    return form.group_size <= min(STEP, inputs - 1)
+
+
+def widened(weight: QuantizedTensor) -> Tensor:
+    """The matrix [out, in] in float64, its elements rounded to float32 and then to bfloat16."""
+    offsets = None if weight.offsets is None else weight.offsets.double()
+    exact = replace(
+        weight, values=weight.values.double(), scales=weight.scales.double(), offsets=offsets
+    )
+    return exact.dequantized().float().bfloat16().double()
+
+
 def _is_like_plain(form: CodeFormat, inputs: int, input_bytes: int) -> bool:
     """Compare the operator with the plain twin on a small weight of this form, and rows with themselves."""
     weight = form.random(CHECKED_OUTPUTS, inputs, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(max(CHECKED_ROWS), inputs, generator=generator).bfloat16()
-    # Rounding to 16 bits is within the tolerance.
-    expected = PlainQuantizedLinear(weight, None, integer=input_bytes == 1)(x)
+    if input_bytes == 0 and _widens(form, inputs):
+        expected = x.double() @ widened(weight).T
+    else:
+        # Rounding to 16 bits is within the tolerance.
+        expected = PlainQuantizedLinear(weight, None, integer=input_bytes == 1)(x)
     values = replace(weight, offsets=None).dequantized().double()
     products = values.abs() + (weight.dequantized().double() - values).abs()
     size = x.double().abs() @ products.T

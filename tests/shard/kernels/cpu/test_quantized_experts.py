@@ -92,7 +92,8 @@ def check(experts: Experts, weights: ExpertsWeights, shape: str, *, integer: boo
             # Now and then an activation is rounded to the next integer, which changes all of a row.
             assert error.square().mean(0).max().sqrt() < 0.02 * expected.square().mean().sqrt()
         else:
-            assert (error.abs() / (1 + expected.abs())).max() < 0.01
+            # On AMX weights with groups of 32 are rounded to bfloat16.
+            assert (error.abs() / (1 + expected.abs())).max() < 0.016
 
 
 def check_bits(experts: Experts, shape: str) -> None:

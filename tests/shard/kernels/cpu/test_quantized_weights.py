@@ -20,6 +20,7 @@ from millrace_shard.kernels.quantized import (
     PlainQuantizedLinear,
     QuantizedTensor,
     ScaleUnits,
+    in_common_form,
     rounded_rows,
 )
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -92,12 +93,35 @@ def check(
     """Compare the first and last rows with float64, relative to the sums of absolute products."""
     if len(x) > 2 * CHECKED:
         x, y = (torch.cat((each[:CHECKED], each[-CHECKED:])) for each in (x, y))
-    rows = x.double()
     if integer:
-        rows = rounded_for(weight, x, wide=wide)
-    exact = rows @ weight.dequantized().double().T
+        rows, matrix = rounded_for(weight, x, wide=wide), weight.dequantized().double()
+    else:
+        rows, matrix = x.double(), multiplied(weight)
+    exact = rows @ matrix.T
     size = rows.abs() @ parts_of(weight).abs().T
     assert float(((y.double() - exact).abs() / size).max()) < tolerance
+
+
+def multiplied(weight: QuantizedTensor) -> Tensor:
+    """What exact products multiply rows with, float64: on AMX weights with small groups are rounded to bfloat16."""
+    if not is_rounded(weight):
+        return weight.dequantized().double()
+    values, offsets = weight.values.double(), weight.offsets
+    high = values.to(BF16).double()
+    exact = replace(
+        weight,
+        values=high + (values - high).to(BF16).double(),
+        scales=weight.scales.double(),
+        offsets=None if offsets is None else offsets.double(),
+    )
+    return exact.dequantized().float().to(BF16).double()
+
+
+def is_rounded(weight: QuantizedTensor) -> bool:
+    """Groups that are not multiples of 32 inputs become several groups of 16."""
+    is_small = weight.group_size <= 32 or weight.group_size % 32 > 0
+    has_groups = weight.group_size < weight.shape[1]
+    return is_small and has_groups and torch.ops.millrace.tile_unit() == "amx"
 
 
 def rounded_for(weight: QuantizedTensor, x: Tensor, *, wide: bool) -> Tensor:
@@ -307,8 +331,11 @@ def test_products_are_exact_for_weights_of_any_form(integer: bool) -> None:
         x[rng.randrange(rows)] *= rng.choice((0.0, 1e-35, 1.0, 1e30))
         linear = linear_of(weight, integer=integer)
         y = linear(x)
-        is_rounded = integer and has_integer_products(weight)
-        expected = PlainQuantizedLinear(weight, None, integer=is_rounded)(x)
+        rounds_rows = integer and has_integer_products(weight)
+        if integer and (rounds_rows or not is_rounded(weight)):
+            expected = PlainQuantizedLinear(weight, None, integer=rounds_rows)(x)
+        else:
+            expected = x.double() @ multiplied(weight).T
         size = x.double().abs() @ parts_of(weight).T
         assert bool(((y.double() - expected).abs() <= 1e-5 * size + 1e-36).all()), number
         own = slice(rng.randrange(rows), rows)
@@ -356,7 +383,9 @@ def test_parts_of_several_forms_are_one_linear() -> None:
     parts = [random_weight(table, 128, g, outputs=48, offsets=o) for table, g, o in forms]
     x = torch.randn(33, 128).to(BF16)
     y = linear_of(*parts)(x)
-    for part, columns in zip(parts, torch.split(y, 48, dim=1), strict=True):
+    common = in_common_form(parts)
+    assert common is not None
+    for part, columns in zip(common, torch.split(y, 48, dim=1), strict=True):
         check(columns, part, x)
 
 
@@ -418,7 +447,19 @@ def test_an_operator_that_is_wrong_is_not_used(
     right = PlainQuantizedLinear.__call__
     monkeypatch.setattr(PlainQuantizedLinear, "__call__", wrong)
     monkeypatch.setattr(packed_weight, "_agrees", packed_weight._agrees.__wrapped__)
+    weight = random_weight("int4", 160, 64)
+    assert packed_codes([weight], integer=False) is None
+    assert "the operator is wrong" in caplog.text
+
+
+def test_an_operator_that_rounds_weights_wrongly_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     weight = random_weight("int4", 160, 32)
+    if not is_rounded(weight):
+        pytest.skip("weights are rounded only on AMX")
+    monkeypatch.setattr(packed_weight, "widened", lambda weight: weight.dequantized().double())
+    monkeypatch.setattr(packed_weight, "_agrees", packed_weight._agrees.__wrapped__)
     assert packed_codes([weight], integer=False) is None
     assert "the operator is wrong" in caplog.text
 

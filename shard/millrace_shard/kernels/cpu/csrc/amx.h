@@ -51,77 +51,104 @@ inline void release() { _tile_release(); }
 // A compiler barrier between ordinary stores and tile loads of the same memory, which some compilers would reorder.
 inline void order_stores() { asm volatile("" ::: "memory"); }
 
-// Six tiles are in use in the loops, and one is loaded twice. On a core whose other hardware thread is busy, a step for 32 rows
-// takes 2.2 times as long as alone with six tiles, and 3.3 times with eight.
+// The instructions, whose intrinsics do not take template parameters as numbers of tiles.
+template <int kTo>
+void load(const void* from, int64_t stride = kTileStride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTo));
+}
 
-// sums (+)= left [rows, K] x right [K, 32]. `meanwhile()` is called kPauses times per step, and `after()` when tiles 0
-// and 1 hold the left and the right sums.
-template <typename RightOperand, typename Meanwhile, typename After = Nothing>
-void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add,
-                  const Meanwhile& meanwhile, const After& after = {}) {
+template <int kTo, int kLeft, int kRight>
+void add_product() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kTo), "i"(kLeft), "i"(kRight));
+}
+
+// Six tiles are in use in the loops, and one is loaded twice. On a core whose other hardware thread is busy, a step for 32 rows
+// takes 2.2 times as long as alone with six tiles, and 3.3 times with eight. Other loads and stores take time from those of
+// tiles, so `meanwhile()` is called only in the first `busy` steps, and what `fetch()` changes is copied to registers.
+
+// Calls step(right operand, meanwhile) for each step; after the first `busy` steps, `meanwhile` does nothing.
+template <typename RightOperand, typename Meanwhile, typename Step>
+[[gnu::always_inline]] inline void each_step(const RightOperand& right, int64_t busy, const Meanwhile& meanwhile,
+                                             const Step& step) {
+  right.each_run([&](const BFloat16* r, int64_t steps) __attribute__((always_inline)) {
+    const int64_t some = std::min(busy, steps);
+    busy -= some;
+    int64_t i = 0;
+    for (; i < some; i++, r += right.step) step(r, meanwhile);
+    for (; i < steps; i++, r += right.step) step(r, Nothing());
+  });
+}
+
+// sums (+)= left [rows, K] x right [K, 32]. `fetch()` is called kPauses times per step, `meanwhile()` too, but only in the
+// first `busy` steps, and `after()` when tiles 0 and 1 hold the left and the right sums.
+template <typename RightOperand, typename Fetch, typename Meanwhile, typename After = Nothing>
+[[gnu::always_inline]] inline void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add, const Fetch& fetch,
+                  int64_t busy, const Meanwhile& meanwhile, const After& after = {}) {
   order_stores();
   if (add) {
-    _tile_loadd(0, sums.data, sums.stride);
-    _tile_loadd(1, sums.data + sums.second, sums.stride);
+    load<0>(sums.data, sums.stride);
+    load<1>(sums.data + sums.second, sums.stride);
   } else {
     _tile_zero(0);
     _tile_zero(1);
   }
-  for (int64_t done = 0; done < right.total; done += right.steps) {
-    const BFloat16* r = right.runs[done / right.steps];
-    const int64_t steps = std::min(right.steps, right.total - done);
-    for (int64_t i = 0; i < steps; i++, left += kTile, r += right.step) {
-      _tile_loadd(4, left, kTileStride);
-      meanwhile();
-      _tile_loadd(5, r, right.stride);
-      meanwhile();
-      _tile_dpbf16ps(0, 4, 5);
-      meanwhile();
-      _tile_loadd(5, r + right.second, right.stride);
-      meanwhile();
-      _tile_dpbf16ps(1, 4, 5);
-    }
-  }
+  Fetch ahead = fetch;
+  each_step(right, busy, meanwhile, [&](const BFloat16* r, const auto& work) __attribute__((always_inline)) {
+    const auto pause = [&]() __attribute__((always_inline)) { ahead(), work(); };
+    load<4>(left);
+    pause();
+    load<5>(r, right.stride);
+    pause();
+    add_product<0, 4, 5>();
+    pause();
+    load<5>(r + right.second, right.stride);
+    pause();
+    add_product<1, 4, 5>();
+    left += kTile;
+  });
+  if constexpr (requires { fetch.resume(ahead); }) fetch.resume(ahead);
   after();
   _tile_stored(0, sums.data, sums.stride);
   _tile_stored(1, sums.data + sums.second, sums.stride);
 }
 
 // The same for 32 rows, whose second half has its left tiles at `left_low`, and its sums at `low` and in tiles 2 and 3.
-template <typename RightOperand, typename Meanwhile, typename After = Nothing>
-void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOperand& right, const Sums& sums,
-                  float* low, bool add, const Meanwhile& meanwhile, const After& after = {}) {
+template <typename RightOperand, typename Fetch, typename Meanwhile, typename After = Nothing>
+[[gnu::always_inline]] inline void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOperand& right, const Sums& sums,
+                  float* low, bool add, const Fetch& fetch, int64_t busy, const Meanwhile& meanwhile,
+                  const After& after = {}) {
   order_stores();
   if (add) {
-    _tile_loadd(0, sums.data, sums.stride);
-    _tile_loadd(1, sums.data + sums.second, sums.stride);
-    _tile_loadd(2, low, sums.stride);
-    _tile_loadd(3, low + sums.second, sums.stride);
+    load<0>(sums.data, sums.stride);
+    load<1>(sums.data + sums.second, sums.stride);
+    load<2>(low, sums.stride);
+    load<3>(low + sums.second, sums.stride);
   } else {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t done = 0; done < right.total; done += right.steps) {
-    const BFloat16* r = right.runs[done / right.steps];
-    const int64_t steps = std::min(right.steps, right.total - done);
-    for (int64_t i = 0; i < steps; i++, left += kTile, left_low += kTile, r += right.step) {
-      _tile_loadd(4, left, kTileStride);
-      meanwhile();
-      _tile_loadd(5, r, right.stride);
-      _tile_dpbf16ps(0, 4, 5);
-      meanwhile();
-      _tile_loadd(5, r + right.second, right.stride);
-      _tile_dpbf16ps(1, 4, 5);
-      meanwhile();
-      _tile_loadd(4, left_low, kTileStride);
-      _tile_dpbf16ps(3, 4, 5);
-      meanwhile();
-      _tile_loadd(5, r, right.stride);
-      _tile_dpbf16ps(2, 4, 5);
-    }
-  }
+  Fetch ahead = fetch;
+  each_step(right, busy, meanwhile, [&](const BFloat16* r, const auto& work) __attribute__((always_inline)) {
+    const auto pause = [&]() __attribute__((always_inline)) { ahead(), work(); };
+    load<4>(left);
+    pause();
+    load<5>(r, right.stride);
+    add_product<0, 4, 5>();
+    pause();
+    load<5>(r + right.second, right.stride);
+    add_product<1, 4, 5>();
+    pause();
+    load<4>(left_low);
+    add_product<3, 4, 5>();
+    pause();
+    load<5>(r, right.stride);
+    add_product<2, 4, 5>();
+    left += kTile;
+    left_low += kTile;
+  });
+  if constexpr (requires { fetch.resume(ahead); }) fetch.resume(ahead);
   after();
   _tile_stored(0, sums.data, sums.stride);
   _tile_stored(1, sums.data + sums.second, sums.stride);

@@ -123,7 +123,8 @@ class RowMemory {
     sums_ = &sums;
     rounded_ = &rounded;
     operands.reserve(tiles::Tiled::bytes(rows, sizes.columns));
-    sums.reserve(rows * sizes.groups * static_cast<int64_t>(sizeof(float)));
+    // Rows are taken by tiles.
+    sums.reserve(round_up(rows, tiles::kRows) * sizes.groups * static_cast<int64_t>(sizeof(float)));
     rounded.reserve(rows * sizes.rounded * static_cast<int64_t>(sizeof(RoundedInputs)));
   }
 

@@ -171,8 +171,11 @@ struct CodePanels {
   int64_t bits() const { return bits_of(header->codes); }
   // Whether rows are multiplied in another form or order than they have.
   bool replaces_rows() const { return is_integer() || order != nullptr; }
+  // Whether the products are those of weights in bfloat16, to which codes are widened tile by tile. On AMX the sums
+  // of a step take longer to scale than to compute.
+  bool is_widened() const { return tiles::on_amx() && !is_integer() && groups > 1 && group_steps == 1; }
   // Whether products need the sums of a row over groups.
-  bool needs_sums() const { return offset_size > 0 || (is_integer() && header->zero != 0); }
+  bool needs_sums() const { return (offset_size > 0 && !is_widened()) || (is_integer() && header->zero != 0); }
   // Whether the sums of integer products are multiplied with counts of units, and with the units only at the end of each
   // kUnitInputs inputs, as in all K-quants. The numbers of a step's inputs, multiplied with counts, are exact in float32.
   bool counts_units() const {

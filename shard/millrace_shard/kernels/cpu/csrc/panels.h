@@ -123,6 +123,9 @@ struct Prefetch {
     for (int64_t line = 0; line < each; line++, ahead += kLine)
       _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
   }
+
+  // Goes on where a copy is.
+  void resume(const Prefetch& copy) const { ahead = copy.ahead; }
 };
 
 // One thread's loop over panels. It calls emit(panel, row, left 16 sums, right 16 sums) for every row of every panel, and
@@ -151,11 +154,12 @@ class PanelLoop {
       return;
     }
     finish();  // every block now keeps its sums, in memory that may hold sums still to be emitted
-    for (int64_t step = 0; step < w_.steps; step += tiles::kPart)
+    const int64_t steps = tiles::part_steps();
+    for (int64_t step = 0; step < w_.steps; step += steps)
       for (int64_t panel = begin; panel < end; panel++) {
-        const BFloat16* next = panel + 1 < end ? weights(panel + 1, step) : weights(begin, step + tiles::kPart);
+        const BFloat16* next = panel + 1 < end ? weights(panel + 1, step) : weights(begin, step + steps);
         place_ = (panel - begin) * kRowsAtOnce / kBlock;
-        multiply_part({panel, first, rows, step, std::min(w_.steps, step + tiles::kPart), next});
+        multiply_part({panel, first, rows, step, std::min(w_.steps, step + steps), next});
       }
   }
 
@@ -202,18 +206,20 @@ class PanelLoop {
   }
 
   void multiply_block(const Part& part, int64_t row, int64_t count, float* sums, const Prefetch& fetch) {
-    const int64_t steps = part.end - part.begin, pauses = steps * tiles::kPauses;
-    const int64_t each = (pending_.count - done_ + pauses - 1) / pauses;
+    const int64_t steps = part.end - part.begin, rows = pending_.count - done_;
+    // A row at each pause, or more with few steps.
+    const int64_t each = (rows + steps * tiles::kPauses - 1) / (steps * tiles::kPauses);
+    const int64_t busy = (rows + tiles::kPauses - 1) / tiles::kPauses;
     const BFloat16* run = weights(part.panel, part.begin);
     const tiles::PanelRight right{&run, steps, steps};
     const tiles::Sums to{sums, tiles::kSums, tiles::kColumns * sizeof(float)};
     const BFloat16* left = x_.rows(row) + part.begin * tiles::kTile;
-    tiles::multiply(left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums,
-                             part.begin > 0, fetch, [&] { emit_until(done_ + each); },
-                             [&] {
-                               if constexpr (requires { emit_.expand_block(row, row, count); })
-                                 if (part.end == w_.steps) emit_.expand_block(part.panel, row, count);
-                             });
+    tiles::multiply(left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums, part.begin > 0,
+                    fetch, busy, [&] { emit_until(done_ + each); },
+                    [&] {
+                      if constexpr (requires { emit_.expand_block(row, row, count); })
+                        if (part.end == w_.steps) emit_.expand_block(part.panel, row, count);
+                    });
     finish();
   }
 

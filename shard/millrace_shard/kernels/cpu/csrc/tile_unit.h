@@ -55,23 +55,23 @@ inline int64_t passes(int64_t rows) {
   return on_amx() ? (rows + 2 * kRows - 1) / (2 * kRows) : vectors::passes(rows);
 }
 
+// How many steps of K are a part: AMX reads both operands from the first-level cache, which has to hold them.
+inline int64_t part_steps() { return on_amx() ? kPart / 2 : kPart; }
+
 // sums (+)= left x right for 1 to 32 rows. Rows from the 16th on have their tiles at `left_low` and their sums at
 // `low`. In each step of each pass, `fetch()` is called kPauses times; on AMX, where products leave the vector
-// registers free, `meanwhile()` is called with it, and `after()` at the end, while the sums are in its tiles.
+// registers free, `meanwhile()` is called with it in the first `busy` steps, and `after()` at the end, while the sums are in
+// its tiles.
 template <typename RightOperand, typename Fetch, typename Meanwhile, typename After>
 void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, const RightOperand& right, const Sums& sums,
-              float* low, bool add, const Fetch& fetch, [[maybe_unused]] const Meanwhile& meanwhile,
-              [[maybe_unused]] const After& after) {
+              float* low, bool add, const Fetch& fetch, [[maybe_unused]] int64_t busy,
+              [[maybe_unused]] const Meanwhile& meanwhile, [[maybe_unused]] const After& after) {
 #ifdef MILLRACE_AMX
   if (on_amx()) {
-    const auto both = [&] {
-      fetch();
-      meanwhile();
-    };
     if (rows <= kRows) {
-      amx::multiply_one(left, right, sums, add, both, after);
+      amx::multiply_one(left, right, sums, add, fetch, busy, meanwhile, after);
     } else {
-      amx::multiply_two(left, left_low, right, sums, low, add, both, after);
+      amx::multiply_two(left, left_low, right, sums, low, add, fetch, busy, meanwhile, after);
     }
     return;
   }
@@ -88,7 +88,7 @@ template <typename Fetch>
 void multiply_pages(const BFloat16* left, const BFloat16* left_low, int64_t rows, int64_t width, const Right& right,
                     const Sums& sums, float* low, bool add, const Fetch& fetch) {
   if (width > 2) return vectors::multiply_wide(left, rows, right, sums, add, fetch);
-  multiply(left, left_low, rows, right, sums, low, add, fetch, [] {}, [] {});
+  multiply(left, left_low, rows, right, sums, low, add, fetch, 0, [] {}, [] {});
 }
 
 }  // namespace millrace::tiles

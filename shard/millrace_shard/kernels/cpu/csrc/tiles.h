@@ -8,6 +8,8 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+
 namespace millrace::tiles {
 
 constexpr int64_t kRows = 16;
@@ -22,6 +24,13 @@ constexpr int64_t kTileStride = kDepth * sizeof(BFloat16);
 struct Right {
   const BFloat16* const* runs;
   int64_t total, steps, step, second, stride;
+
+  // Calls body(operand, steps) for each run.
+  template <typename Body>
+  [[gnu::always_inline]] void each_run(const Body& body) const {
+    const BFloat16* const* run = runs;
+    for (int64_t done = 0; done < total; done += steps) body(*run++, std::min(steps, total - done));
+  }
 };
 
 // A right operand that is contiguous. Its distances are compile-time constants: variable ones cost the vector path an
@@ -30,6 +39,11 @@ struct PanelRight {
   const BFloat16* const* runs;
   int64_t total, steps;
   static constexpr int64_t step = 2 * kTile, second = kTile, stride = kTileStride;
+
+  template <typename Body>
+  [[gnu::always_inline]] void each_run(const Body& body) const {
+    body(*runs, total);
+  }
 };
 
 // Two tiles of sums [16, 16], `second` values apart, with `stride` bytes from row to row.
@@ -41,7 +55,7 @@ struct Sums {
 // How often per step of K other work is interleaved. Much of it at once would delay the loads after it.
 constexpr int64_t kPauses = 4;
 
-// Sums over more steps of K than kStepsInOne are taken in parts of kPart steps. The tiles of neighbouring rows must not
+// Sums over more steps of K than kStepsInOne are taken in parts of at most kPart steps. The tiles of neighbouring rows must not
 // alias in the second-level cache then, which has ways of 128 tiles.
 constexpr int64_t kPart = 16;
 constexpr int64_t kStepsInOne = kPart + kPart / 2;

@@ -90,35 +90,146 @@ void dispatch_codes(Codes codes, const Body& body) {
   }
 }
 
-// Unpacks `steps` steps of codes into right tiles [steps, 2, 16, 64 bytes]. Lines from `ahead` on are prefetched.
-inline void unpack_steps(const CodeHeader& header, int64_t part, const uint8_t* codes, int64_t steps, char* to,
-                         const uint8_t* ahead) {
-  dispatch_codes(header.codes, [&](auto kind) {
+#ifdef MILLRACE_AMX
+// Fetches lines one after the other.
+class LinesAhead {
+ public:
+  explicit LinesAhead(const uint8_t* from) : next_(reinterpret_cast<const char*>(from)) {}
+
+  void fetch() {
+    _mm_prefetch(next_, _MM_HINT_T0);
+    next_ += tiles::kTileStride;
+  }
+  void fetch_bytes(int64_t bytes) {
+    for (; bytes > 0; bytes -= tiles::kTileStride) fetch();
+  }
+
+ private:
+  const char* next_;
+};
+
+// Unpacks steps of a panel into right tiles [steps, 2, 16, 64 bytes]. What lies `ahead` bytes after their codes is
+// prefetched.
+inline void unpack_steps(const CodePanels& w, int64_t part, int64_t panel, Range steps, char* to, int64_t ahead) {
+  dispatch_codes(w.header->codes, [&](auto kind) {
     using Lines = Unpacker<kind()>;
-    const Lines lines(header, part);
-    const int64_t count = steps * 2 * tiles::kRows / Lines::kRows;
-    for (int64_t i = 0; i < count; i++) {
-      _mm_prefetch(reinterpret_cast<const char*>(ahead) + i * Lines::kLine, _MM_HINT_T0);
-      lines.store(codes + i * Lines::kLine, to + i * Lines::kRows * Lines::kLine);
+    const Lines lines(*w.header, part);
+    const int64_t between = w.block_bytes - w.group_steps * w.step_bytes;
+    int64_t left = w.group_steps - steps.low % w.group_steps;  // steps of the group
+    const uint8_t* codes = w.codes(panel, steps.low);
+    LinesAhead next(codes + ahead);
+    char* at = to;  // in a register
+    for (int64_t step = steps.low; step < steps.high; step++) {
+      for (int64_t row = 0; row < 2 * tiles::kRows; row += Lines::kRows) {
+        next.fetch();
+        lines.store(codes, at);
+        codes += Lines::kLine;
+        at += Lines::kRows * Lines::kLine;
+      }
+      if (--left > 0) continue;
+      left = w.group_steps;
+      next.fetch_bytes(between);
+      codes += between;
     }
   });
 }
 
-#ifdef MILLRACE_AMX
-// Unpacks one half of the inputs of a step into a step of right tiles. The values of the other half are 0.
-inline void unpack_half_step(const CodeHeader& header, int64_t part, const uint8_t* codes, int64_t half, char* to) {
-  dispatch_codes(header.codes, [&](auto kind) {
+// Pairs of values of a code table, as weights of 16 outputs in bfloat16.
+struct WidenedPairs {
+  Vec scale, offset;
+
+  // `low` has the low parts of the values, if there are any.
+  template <bool kHasLow>
+  [[gnu::always_inline]] __m512i operator()(__m512i pairs, __m512i low) const {
+    Vec even = even_of(pairs), odd = odd_of(pairs);
+    if (kHasLow) {
+      even = even + even_of(low);
+      odd = odd + odd_of(low);
+    }
+    even = at::vec::fmadd(even, scale, offset);
+    odd = at::vec::fmadd(odd, scale, offset);
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+    alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), halves);
+  }
+
+ private:
+  static Vec even_of(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+  static Vec odd_of(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+};
+
+// The scales and offsets of groups of at most a step, which follow each step's codes. Units are read once for all groups
+// that share them.
+class StepScales {
+ public:
+  StepScales(const CodePanels& w, int64_t panel) : w_(w), panel_(panel) {}
+
+  // Those of a group, for 16 outputs from `first` on. `scales`: where the group's scales are.
+  [[gnu::always_inline]] WidenedPairs of(int64_t group, const uint8_t* scales, int64_t first) {
+    const CodeHeader& header = *w_.header;
+    const int64_t inputs = group * header.group / kUnitInputs * kUnitInputs;
+    if (w_.unit_size > 0 && inputs != inputs_) read_units(group, inputs);
+    const int64_t i = first / kLanes;
+    return {scaled(scales, header.scales, first, units_[0][i]),
+            w_.offset_size == 0 ? Vec(0.f) : scaled(scales + w_.scale_size, header.offsets, first, units_[1][i])};
+  }
+
+ private:
+  void read_units(int64_t group, int64_t inputs) {
+    inputs_ = inputs;
+    const bool have_scales = w_.header->scales == ScaleType::kUnits, have_offsets = w_.header->offsets == ScaleType::kUnits;
+    for (int64_t i = 0; i < 2; i++) {
+      if (have_scales) units_[0][i] = w_.load_unit(panel_, group, false, i * kLanes);
+      if (have_offsets) units_[1][i] = w_.load_unit(panel_, group, have_scales, i * kLanes);
+    }
+  }
+
+  static Vec scaled(const uint8_t* from, ScaleType type, int64_t i, const Vec& unit) {
+    return type == ScaleType::kUnits ? load_int8(from + i) * unit : load_scales(from, type, i, nullptr);
+  }
+
+  const CodePanels& w_;
+  int64_t panel_, inputs_ = -1;
+  Vec units_[2][2];
+};
+
+// The same, but of weights in bfloat16; groups have at most one step.
+inline void widen_steps(const CodePanels& w, int64_t panel, Range steps, char* to, int64_t ahead) {
+  const auto widen = [=, &w](auto kind, auto has_low) {
     using Lines = Unpacker<kind()>;
-    const Lines lines(header, part);
-    constexpr int64_t kLines = tiles::kRows / Lines::kRows, kRowsBytes = Lines::kRows * Lines::kLine;
-    for (int64_t tile = 0; tile < 2; tile++)
-      for (int64_t line = 0; line < kLines; line++, codes += Lines::kLine, to += kRowsBytes) {
-        if (line * 2 / kLines == half) {
-          lines.store(codes, to);
-        } else {
-          std::memset(to, 0, kRowsBytes);
+    const Lines high(*w.header, 0), low(*w.header, has_low() ? 1 : 0);
+    const int64_t halves = w.is_half ? 2 : 1, lines = tiles::kRows / Lines::kRows / halves;
+    StepScales scales(w, panel);
+    const uint8_t* codes = w.codes(panel, steps.low);
+    LinesAhead next(codes + ahead);
+    char* at = to;
+    for (int64_t step = steps.low; step < steps.high; step++) {
+      const uint8_t* of_groups = codes + w.step_bytes;
+      for (int64_t i = 0; i < 2 * halves; i++) {
+        const int64_t half = i % halves;
+        // Inputs after the last group are zeros.
+        const int64_t group = std::min(step * halves + half, w.groups - 1), of = group - step * halves;
+        const WidenedPairs pairs =
+            scales.of(group, of_groups + of * (w.scale_size + w.offset_size), i / halves * tiles::kColumns);
+        for (int64_t line = 0; line < lines; line++, codes += Lines::kLine) {
+          next.fetch();
+          __m512i values[Lines::kRows], rest[Lines::kRows];
+          high(codes, values);
+          if (has_low()) low(codes, rest);
+#pragma GCC unroll 4
+          for (int row = 0; row < Lines::kRows; row++, at += tiles::kTileStride)
+            _mm512_store_si512(at, pairs.operator()<has_low()>(values[row], has_low() ? rest[row] : values[row]));
         }
       }
+      next.fetch_bytes(w.block_bytes - w.step_bytes);
+      codes += w.block_bytes - w.step_bytes;
+    }
+  };
+  dispatch_codes(w.header->codes, [&](auto kind) {
+    w.header->parts > 1 ? widen(kind, std::true_type()) : widen(kind, std::false_type());
   });
 }
 #endif

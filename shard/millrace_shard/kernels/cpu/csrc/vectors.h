@@ -102,7 +102,8 @@ inline float max(const Vec& values) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, values);
 }
 
-// 2^x with a relative error of at most 2^-13, by a polynomial in the fraction of x. NaN stays NaN, -inf gives 0.
+// 2^x with a relative error of at most 2^-13, by a polynomial in the fraction of x. NaN stays NaN, -inf gives 0. With AVX-512
+// results that float32 has only as denormal numbers, which take Intel's CPUs a hundred cycles each, are 0.
 inline Vec fast_exp2(const Vec& x) {
 #if defined(CPU_CAPABILITY_AVX512)
   constexpr int kBelowFloor = 0x09;
@@ -118,7 +119,7 @@ inline Vec fast_exp2(const Vec& x) {
   p = at::vec::fmadd(p, f, Vec(6.958335400e-01f));
   p = at::vec::fmadd(p, f, Vec(9.999252186e-01f));
 #if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_scalef_ps(p, x);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ), p, x);
 #else
   // The power is applied in two factors: the exponent of the whole may be outside the range of a float.
   const auto power = [](__m256i exponent) {
