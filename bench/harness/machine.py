@@ -31,11 +31,6 @@ def describe() -> dict[str, str]:
     }
 
 
-def has_amx() -> bool:
-    """Whether the CPU has tiles of AMX."""
-    return "amx_tile" in cpu_fact("flags").split()
-
-
 CAPABILITY = "ATEN_CPU_CAPABILITY"
 """Environment variable that holds torch and our kernels to an instruction set."""
 FAMILIES = ("Zen 4", "Zen 5", "Xeon with AMX", "Xeon without AMX", "AVX2 with VNNI", "AVX2")

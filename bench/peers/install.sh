@@ -94,7 +94,10 @@ install_llama() {
         --no-binary llama-cpp-python --dest "$folder/sdist" "$LLAMA"
     tar -xf "$folder"/sdist/llama_cpp_python-*.tar.gz -C "$folder/sdist" --strip-components 1
     mv "$folder/sdist/vendor/llama.cpp" "$folder/source"
-    build_llama "$folder" -DGGML_NATIVE=ON
+    # This version ends with a segmentation fault where it rearranges weights for AMX.
+    local without_amx="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    grep -qw amx_tile /proc/cpuinfo || without_amx=
+    build_llama "$folder" -DGGML_NATIVE=ON "-DCMAKE_C_FLAGS=$without_amx" "-DCMAKE_CXX_FLAGS=$without_amx"
     into "$folder" "$TORCH" numpy safetensors sentencepiece transformers "$folder/source/gguf-py"
     rm -rf "$folder/sdist"
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.harness.machine import CAPABILITY, has_amx
+from bench.harness.machine import CAPABILITY
 from bench.harness.paths import PEERS_FOLDER
 from bench.harness.server import RunningServer, free_port, running, serving
 from bench.peers.dialects import LLAMA, VLLM
@@ -105,8 +105,6 @@ def start_llama(
 ) -> AbstractContextManager[RunningServer]:
     """llama.cpp's server, of the build in `folder`, with a slot for each stream."""
     del flags
-    # With weights rearranged for AMX this version ends with a segmentation fault on a file in Q4_1.
-    repacking = ["--no-repack"] if model.suffix == ".gguf" and has_amx() else []
     port = free_port()
     command = [
         str(folder / "build" / "bin" / "llama-server"),
@@ -122,7 +120,7 @@ def start_llama(
         "0",
         "--no-webui",
     ]
-    command = [part for flag in (*command, *repacking) for part in flag.split("=", 1)]
+    command = [part for flag in command for part in flag.split("=", 1)]
     return running(command, port=port, log=log, environment={}, dialect=LLAMA)
 
 

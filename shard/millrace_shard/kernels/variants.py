@@ -11,7 +11,7 @@ from pathlib import Path
 
 AVX2, AVX512 = "AVX2", "AVX512"
 """ATen's names of vectors, as in `torch.backends.cpu.get_cpu_capability()`."""
-AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
+AMX_FLAGS = ("-mamx-tile", "-mamx-bf16")
 """For code that runs only where the system grants tiles, which it is asked at the start. Older compilers lack them."""
 CPU_INFO = Path("/proc/cpuinfo")
 

@@ -5,7 +5,7 @@
 
 #include "tiles.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(CPU_CAPABILITY_AVX512)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(CPU_CAPABILITY_AVX512)
 #define MILLRACE_AMX 1
 
 #include <sys/syscall.h>
@@ -180,36 +180,6 @@ inline void store_sums(float* sums, int64_t rows) {
     _tile_stored(3, sums + 3 * kSums, kColumns * sizeof(float));
   }
   order_stores();
-}
-
-// sums [rows, 32] = left [rows, 32] x right [32, 32], of 8 bits. The left operand is signed, and half of a tile row wide;
-// the right one is unsigned, in quads [8, 32, 4]. For more than 16 rows, the second half has its left tile at `left_low`. `meanwhile()` is called kPauses
-// times.
-template <typename Meanwhile>
-void multiply_half(const char* left, const char* left_low, int64_t rows, const char* right, float* sums,
-                   const Meanwhile& meanwhile) {
-  constexpr int64_t kStride = 2 * kTileStride;
-  order_stores();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_loadd(6, left, kTileStride);
-  _tile_loadd(7, right, kStride);
-  _tile_dpbsud(0, 6, 7);
-  meanwhile();
-  _tile_loadd(7, right + kTileStride, kStride);
-  _tile_dpbsud(1, 6, 7);
-  meanwhile();
-  if (rows > kRows) {
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_loadd(6, left_low, kTileStride);
-    _tile_dpbsud(3, 6, 7);
-    _tile_loadd(7, right, kStride);
-    _tile_dpbsud(2, 6, 7);
-  }
-  meanwhile();
-  store_sums(sums, rows);
-  meanwhile();
 }
 
 // Loads tiles 0 and 1 from `sums` [4, 16, 16], and for more than 16 rows tiles 2 and 3.

@@ -5,21 +5,16 @@
 
 namespace millrace {
 
-// Calls emit as PanelLoop does. A part of a panel is unpacked once for all rows. With vectors, they are multiplied a few
-// at a time; with AMX, in blocks of 32, of which few are left to vectors.
+// Calls emit as PanelLoop does. A part of a panel is unpacked once for all rows, which are multiplied a few at a time, by
+// vectors on every CPU: AMX takes up to twice as long, since sums of 32 inputs would leave its tiles to be scaled.
 template <typename Emit>
 class IntegerLoop {
  public:
   IntegerLoop(const CodePanels& panels, const CodedRows& rows, const tiles::Tiled& x, const Emit& emit)
       : w_(panels), rows_(rows), x_(x), emit_(emit), memory_(scratch()), part_(memory_ + kStatesBytes) {}
 
-  // Multiplies panels [begin, end), at most kPanelsAtOnce with more than a block of rows, with at most kRowsAtOnce rows
-  // from `first` on.
+  // Multiplies panels [begin, end) with at most kRowsAtOnce rows from `first` on.
   void multiply(int64_t begin, int64_t end, int64_t first, int64_t rows) {
-#ifdef MILLRACE_AMX
-    if (tiles::on_amx() && !w_.is_half && w_.header->input_parts == 1 && rows > kMostIntegerRows)
-      return multiply_tiles(begin, end, first, rows);
-#endif
     const ScalesOf scales = rows == 1 ? scales_of_row(w_) : ScalesOf::kPart;
     for (int64_t panel = begin; panel < end; panel++) {
       for (int64_t step = 0; step < w_.steps; step += part_steps(kFewSteps)) {
@@ -35,8 +30,6 @@ class IntegerLoop {
   void finish() {}  // nothing is left
 
  private:
-  static constexpr int64_t kBlock = 2 * tiles::kRows;
-  static constexpr int64_t kBlockSums = 4 * tiles::kSums;
   static constexpr int64_t kFewSteps = 8;  // whose values stay in the first-level cache
   static constexpr int64_t kAhead = 12288;
   static constexpr int64_t kFewPasses = 3;  // of rows, with which it pays to unpack codes anew for each pass
@@ -45,7 +38,7 @@ class IntegerLoop {
 
   static char* scratch() {
     static thread_local Scratch scratch;
-    return scratch.reserve(kStatesBytes + IntegerPart::kBytes + kTilesBytes);
+    return scratch.reserve(kStatesBytes + IntegerPart::kBytes + kBlockBytes);
   }
 
   RowState* state(int64_t row) const { return reinterpret_cast<RowState*>(memory_) + row; }
@@ -87,125 +80,30 @@ class IntegerLoop {
   }
 
 #ifdef MILLRACE_AMX
-  // Results of kPanelsAtOnce panels with two kinds of sums, and the sums of a block that are new and those before.
-  static constexpr int64_t kResults = kPanelsAtOnce * kRowsAtOnce * kPanelColumns * 2;
-  static constexpr int64_t kTilesBytes = (kResults + 2 * kBlockSums) * static_cast<int64_t>(sizeof(float));
+  static constexpr int64_t kBlock = 2 * tiles::kRows;
+  static constexpr int64_t kBlockBytes = 4 * tiles::kSums * static_cast<int64_t>(sizeof(float));
 
-  // A step of a block of rows, whose sums are to be added to the results.
-  struct Step {
-    int64_t panel, row, count, step;
-    const float* sums;
-    float* results;
-  };
-
-  float* results() const { return reinterpret_cast<float*>(memory_ + kStatesBytes + IntegerPart::kBytes); }
-
-  void multiply_tiles(int64_t begin, int64_t end, int64_t first, int64_t rows) {
-    const int64_t steps = part_steps(IntegerPart::kMostSteps);
-    if (rows <= kBlock) {
-      for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t step = 0; step < w_.steps; step += steps) multiply_tiles_of_part(panel, first, rows, step);
-    } else {
-      for (int64_t step = 0; step < w_.steps; step += steps)
-        for (int64_t panel = begin; panel < end; panel++) multiply_tiles_of_part(panel, first, rows, step);
-    }
-  }
-
-  void multiply_tiles_of_part(int64_t panel, int64_t first, int64_t rows, int64_t begin) {
-    const int64_t end = std::min(w_.steps, begin + part_steps(IntegerPart::kMostSteps));
-    part_.read(w_, panel, begin, end, true);
-    part_.unpack(w_);
-    const uint8_t* ahead = w_.codes(panel, begin) + w_.panel_bytes;
-    for (int64_t i = 0; i < (end - begin) * w_.step_bytes; i += 64)
-      asm volatile("prefetcht0 %0" : : "m"(ahead[i]));
-    float* turns = results() + kResults;
-    for (int64_t block = 0; block * kBlock < rows; block++) {
-      const int64_t row = first + block * kBlock, count = std::min(kBlock, rows - block * kBlock);
-      float* results = this->results() + (panel % kPanelsAtOnce * kRowsAtOnce / kBlock + block) * 2 * kBlockSums;
-      Step before{panel, row, 0, 0, nullptr, results};
-      for (int64_t step = begin; step < end; step++) {
-        float* sums = turns + step % 2 * kBlockSums;
-        const char* left = reinterpret_cast<const char*>(x_.rows(row) + step / 2 * tiles::kTile) + step % 2 * kRounded;
-        const char* low = left + x_.stride * tiles::kTile * sizeof(BFloat16);
-        const char* right = reinterpret_cast<const char*>(part_.values()) + (step - begin) * kStepValues;
-        int64_t done = 0;
-        amx::multiply_half(left, low, count, right, sums, [&] {
-          const int64_t until = std::min(before.count, done + (before.count + tiles::kPauses - 1) / tiles::kPauses);
-          add(before, done, until);
-          done = until;
-        });
-        before = {panel, row, count, step, sums, results};
-      }
-      add(before, 0, count);
-      if (end == w_.steps) emit_block(before);
-    }
-  }
-
-  // Adds the sums of rows [begin, end) of a block to their results, in the order of IntegerRows.
-  void add(const Step& of, int64_t begin, int64_t end) const {
-    if (begin >= end) return;
-    const bool counts = w_.counts_units();
-    const int64_t group = of.step / w_.group_steps, steps = counts ? kUnitSteps : w_.group_steps;
-    const int64_t first = of.step / steps * steps;
-    const bool begins = of.step == first, ends = (of.step + 1) % steps == 0 || of.step + 1 == w_.steps;
-    for (int64_t row = begin; row < end; row++) {
-      const RoundedInputs& rounded = rows_.rounded(of.row + row)[of.step];
-      for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
-        const int64_t place = place_of(row, i / kLanes);
-        float *total = of.results + place, *partial = total + kBlockSums;
-        const __m512i numbers = _mm512_add_epi32(_mm512_load_si512(of.sums + place), all_ints(rounded.starts[0]));
-        const Vec integers = counts ? to_float(numbers) * load(part_.scales(group) + i) : to_float(numbers);
-        const Vec sum = at::vec::fmadd(integers, Vec(rounded.scale), begins ? Vec(0.f) : load(partial));
-        if (!ends) {
-          save(partial, sum);
-          continue;
-        }
-        const Vec scale = counts ? w_.load_unit(of.panel, group, false, i) : load(part_.scales(group) + i);
-        Vec result = at::vec::fmadd(sum, scale, first == 0 ? Vec(0.f) : load(total));
-        if (w_.offset_size > 0) result = add_offsets(of, row, first, group, i, result);
-        save(total, result);
-      }
-    }
-  }
-
-  // Adds the offsets of groups [first, last], which share a unit, to the i-th results of a row.
-  Vec add_offsets(const Step& of, int64_t row, int64_t first, int64_t last, int64_t i, const Vec& result) const {
-    const float* inputs = rows_.sums(of.row + row);
-    if (!w_.counts_units()) return at::vec::fmadd(load(part_.offsets(last) + i), Vec(inputs[last]), result);
-    Vec sum(0.f);
-    for (int64_t group = first; group <= last; group++)
-      sum = at::vec::fmadd(load(part_.offsets(group) + i), Vec(inputs[group]), sum);
-    return at::vec::fmadd(sum, w_.load_unit(of.panel, last, true, i), result);
-  }
-
-  // Where the sums of a row of a block are, for the i-th 16 outputs.
-  static int64_t place_of(int64_t row, int64_t i) {
-    return row / tiles::kRows * 2 * tiles::kSums + i * tiles::kSums + row % tiles::kRows * tiles::kColumns;
-  }
-
-  void emit_block(const Step& last) const {
-    if constexpr (kExpands) {
-      amx::load_sums(last.results, last.count);
-      emit_.expand_block(last.panel, last.row, last.count);
-      amx::store_sums(last.results, last.count);
-    }
-    for (int64_t row = 0; row < last.count; row++)
-      emit_(last.panel, last.row + row, last.results + place_of(row, 0), last.results + place_of(row, 1));
-  }
-
-  // Emits the states of rows as blocks.
+  // Emits the states of rows by blocks, to whose results the tile unit adds deltas.
   void emit_blocks(int64_t panel, int64_t first, int64_t rows) const {
+    float* results = reinterpret_cast<float*>(memory_ + kStatesBytes + IntegerPart::kBytes);
+    const auto place_of = [&](int64_t row, int64_t i) {
+      return results + row / tiles::kRows * 2 * tiles::kSums + i * tiles::kSums + row % tiles::kRows * tiles::kColumns;
+    };
     for (int64_t block = 0; block < rows; block += kBlock) {
-      const int64_t count = std::min(kBlock, rows - block);
-      for (int64_t row = 0; row < count; row++)
+      const int64_t count = std::min(kBlock, rows - block), row = first + block;
+      for (int64_t j = 0; j < count; j++)
         for (int64_t i = 0; i < 2; i++)
-          std::memcpy(results() + place_of(row, i), state(block + row)->totals + i * tiles::kColumns,
-                      tiles::kColumns * sizeof(float));
-      emit_block({panel, first + block, count, 0, nullptr, results()});
+          std::memcpy(place_of(j, i), state(block + j)->totals + i * tiles::kColumns, tiles::kColumns * sizeof(float));
+      if constexpr (kExpands) {
+        amx::load_sums(results, count);
+        emit_.expand_block(panel, row, count);
+        amx::store_sums(results, count);
+      }
+      for (int64_t j = 0; j < count; j++) emit_(panel, row + j, place_of(j, 0), place_of(j, 1));
     }
   }
 #else
-  static constexpr int64_t kTilesBytes = 0;
+  static constexpr int64_t kBlockBytes = 0;
 #endif
 
   const CodePanels& w_;
