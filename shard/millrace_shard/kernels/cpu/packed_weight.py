@@ -145,12 +145,13 @@ def _widens(form: CodeFormat, inputs: int) -> bool:
 
 
 def widened(weight: QuantizedTensor) -> Tensor:
-    """The matrix [out, in] in float64, its elements rounded to float32 and then to bfloat16."""
+    """The matrix [out, in] in float64, its elements rounded to float32 and then to bfloat16, ties away from zero."""
     offsets = None if weight.offsets is None else weight.offsets.double()
     exact = replace(
         weight, values=weight.values.double(), scales=weight.scales.double(), offsets=offsets
     )
-    return exact.dequantized().float().bfloat16().double()
+    bits = exact.dequantized().float().view(torch.int32) + 0x8000
+    return (bits & -0x10000).view(torch.float32).double()
 
 
 def _is_like_plain(form: CodeFormat, inputs: int, input_bytes: int) -> bool:

@@ -103,7 +103,10 @@ def check(
 
 
 def multiplied(weight: QuantizedTensor) -> Tensor:
-    """What exact products multiply rows with, float64: on AMX weights with small groups are rounded to bfloat16."""
+    """What exact products multiply rows with, float64: on AMX weights with small groups are rounded to bfloat16.
+
+    Of two numbers that are equally near, the larger one is taken.
+    """
     if not is_rounded(weight):
         return weight.dequantized().double()
     values, offsets = weight.values.double(), weight.offsets
@@ -114,7 +117,11 @@ def multiplied(weight: QuantizedTensor) -> Tensor:
         scales=weight.scales.double(),
         offsets=None if offsets is None else offsets.double(),
     )
-    return exact.dequantized().float().to(BF16).double()
+    single = exact.dequantized().float()
+    nearest = single.to(BF16).float()
+    away = torch.nextafter(nearest.abs().to(BF16), torch.tensor(torch.inf, dtype=BF16)).float()
+    is_tie = (single.abs() - nearest.abs()) == (away - single.abs())
+    return torch.where(is_tie, away.copysign(single), nearest).double()
 
 
 def is_rounded(weight: QuantizedTensor) -> bool:

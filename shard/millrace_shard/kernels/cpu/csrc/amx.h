@@ -156,6 +156,13 @@ template <typename RightOperand, typename Fetch, typename Meanwhile, typename Af
   _tile_stored(3, low + sums.second, sums.stride);
 }
 
+// Adds left [rows, 32] x right [32, 16], a tile each, to tile `sums`, 0 or 1.
+inline void add_step(int64_t sums, const BFloat16* left, const BFloat16* right) {
+  load<4>(left);
+  load<5>(right);
+  sums == 0 ? add_product<0, 4, 5>() : add_product<1, 4, 5>();
+}
+
 // sums [rows, 16] = left [rows, K] x right [K, 16] over `steps` steps of K, of contiguous right tiles. `fetch(tile)` is
 // called for each right tile.
 template <typename Fetch>

@@ -66,7 +66,7 @@ class AmxPart {
 
   // The same with a single run, which goes on in the next part.
   void read_widened(int64_t panel, Range steps, int64_t ahead) {
-    widen_steps(w_, panel, steps, memory_, ahead);
+    widen_steps<kMostSteps>(w_, panel, steps, memory_, ahead, [](int64_t, int64_t) {});
     Run& run = runs_[0];
     count_ = 1;
     run.group = w_.groups - 1;
@@ -78,6 +78,7 @@ class AmxPart {
     std::fill(run.scales, run.scales + kPanelColumns, 1.f);
   }
 
+  char* memory() const { return memory_; }
   Run* begin() const { return runs_; }
   Run* end() const { return runs_ + count_; }
 
@@ -113,7 +114,7 @@ class AmxCodeLoop {
     if (rows <= kMostKeptRows) {
       finish();  // the sums of a group are where pending ones may be
       for (int64_t panel = begin; panel < end; panel++)
-        dispatch_count<kMostKeptRows>(rows, [&](auto count) { multiply_kept<count()>(panel, first); });
+        w_.is_widened() ? multiply_widened(panel, first, rows) : dispatch_count<kMostKeptRows>(rows, [&](auto count) { multiply_kept<count()>(panel, first); });
       return;
     }
     place_ = 0;
@@ -223,7 +224,6 @@ class AmxCodeLoop {
   // Multiplies kRows rows with a panel. The sums of a group are added two groups later.
   template <int kRows>
   void multiply_kept(int64_t panel, int64_t first) {
-    const bool is_widened = w_.is_widened();
     PanelTotals<kRows> totals;
     const auto add = [&](int64_t group) {
       const float* from = turns_ + group % kTurns * kTurnSums;
@@ -239,18 +239,33 @@ class AmxCodeLoop {
     for (int64_t step = 0; step < w_.steps; step += part_steps(kFewSteps))
       for (const Run& run : read_part(panel, step, kFewSteps, kAhead)) {
         multiply_run(run, first, kRows, turns_ + run.group % kTurns * kTurnSums, 0, amx::Nothing());
-        if (run.ends && run.group >= 2 && !is_widened) add(run.group - 2);
+        if (run.ends && run.group >= 2) add(run.group - 2);
       }
-    float* results = turns_ + (w_.groups - 1) % kTurns * kTurnSums;
-    if (!is_widened) {
-      for (int64_t group = std::max<int64_t>(0, w_.groups - 2); group < w_.groups; group++) add(group);
+    for (int64_t group = std::max<int64_t>(0, w_.groups - 2); group < w_.groups; group++) add(group);
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; row++)
-        for (int64_t i = 0; i < 2; i++) save(results + i * tiles::kSums + row * kLanes, Vec(totals.values[i][row]));
-    }
-    if constexpr (kExpands) expand(panel, first, kRows, results);
-    for (int64_t row = 0; row < kRows; row++)
-      emit_(panel, first + row, results + row * kLanes, results + tiles::kSums + row * kLanes);
+    for (int row = 0; row < kRows; row++)
+      for (int64_t i = 0; i < 2; i++) save(turns_ + i * tiles::kSums + row * kLanes, Vec(totals.values[i][row]));
+    emit_rows(panel, first, kRows, turns_);
+  }
+
+  // Multiplies rows of a tile with a panel of widened weights: each step while the next one is unpacked.
+  void multiply_widened(int64_t panel, int64_t first, int64_t rows) {
+    char* operands = parts_[0].memory();
+    const BFloat16* left = x_.rows(first);
+    const auto multiply = [=](int64_t step, int64_t tile) {
+      const char* right = operands + (step % kFewSteps * 2 + tile) * tiles::kRows * tiles::kTileStride;
+      amx::add_step(tile, left + step * tiles::kTile, reinterpret_cast<const BFloat16*>(right));
+    };
+    _tile_zero(0);
+    _tile_zero(1);
+    widen_steps<kFewSteps>(w_, panel, {0, w_.steps}, operands, kAhead, [=](int64_t step, int64_t tile) {
+      amx::order_stores();
+      if (step > 0) multiply(step - 1, tile);
+    });
+    amx::order_stores();
+    for (int64_t tile = 0; tile < 2; tile++) multiply(w_.steps - 1, tile);
+    amx::store_sums(turns_, std::min(rows, tiles::kRows));
+    emit_rows(panel, first, rows, turns_);
   }
 
   void multiply_part(int64_t panel, int64_t first, int64_t rows, int64_t step, int64_t most) {

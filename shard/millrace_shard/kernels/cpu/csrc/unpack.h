@@ -7,6 +7,12 @@
 #if defined(CPU_CAPABILITY_AVX512)
 namespace millrace {
 
+// Pairs of the upper halves of 32 bits, those of `even` first.
+inline __m512i upper_halves(__m512i even, __m512i odd) {
+  constexpr __mmask64 kLower = 0x3333333333333333;
+  return _mm512_mask_shuffle_epi8(odd, kLower, even, _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302));
+}
+
 // Unpacks the lines of one kind of codes, by part `part` of the table.
 template <Codes kCodes>
 class Unpacker {
@@ -30,8 +36,8 @@ class Unpacker {
     } else {
       // A code in the mantissa of 2^23, and, one byte higher, of 2^15. The differences are exact in bfloat16.
       const __m512i odd = _mm512_srli_epi32(codes, 16);
-      rows[0] = pair(value<0xff, 0x4b000000>(codes, table_[0]), value<0xff, 0x4b000000>(odd, table_[0]));
-      rows[1] = pair(value<0xff00, 0x47000000>(codes, table_[1]), value<0xff00, 0x47000000>(odd, table_[1]));
+      rows[0] = upper_halves(value<0xff, 0x4b000000>(codes, table_[0]), value<0xff, 0x4b000000>(odd, table_[0]));
+      rows[1] = upper_halves(value<0xff00, 0x47000000>(codes, table_[1]), value<0xff00, 0x47000000>(odd, table_[1]));
     }
   }
 
@@ -50,12 +56,6 @@ class Unpacker {
     const __m512i shifted =
         _mm512_ternarylogic_epi32(codes, _mm512_set1_epi32(kMask), _mm512_set1_epi32(kMagic), kAndOr);
     return _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(shifted), _mm512_castsi512_ps(subtracted)));
-  }
-
-  // The upper halves of both, those of `even` first.
-  static __m512i pair(__m512i even, __m512i odd) {
-    constexpr __mmask64 kLower = 0x3333333333333333;
-    return _mm512_mask_shuffle_epi8(odd, kLower, even, _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302));
   }
 
   __m512i look_up(__m512i codes) const {
@@ -148,13 +148,14 @@ struct WidenedPairs {
     }
     even = at::vec::fmadd(even, scale, offset);
     odd = at::vec::fmadd(odd, scale, offset);
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-    alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), halves);
+    return upper_halves(rounded(even), rounded(odd));
   }
 
  private:
+  // Half a unit of the upper half is added: instructions for bfloat16 take twice as long.
+  static __m512i rounded(const Vec& value) {
+    return _mm512_add_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(0x8000));
+  }
   static Vec even_of(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
   static Vec odd_of(__m512i pairs) {
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
@@ -196,8 +197,11 @@ class StepScales {
   Vec units_[2][2];
 };
 
-// The same, but of weights in bfloat16; groups have at most one step.
-inline void widen_steps(const CodePanels& w, int64_t panel, Range steps, char* to, int64_t ahead) {
+// The same, but of weights in bfloat16; groups have at most one step. Steps are kept in a ring of kRing, and `between(step,
+// tile)` is called after each tile, for other work that leaves the vector registers free.
+template <int64_t kRing, typename Between>
+void widen_steps(const CodePanels& w, int64_t panel, Range steps, char* to, int64_t ahead, const Between& between) {
+  constexpr int64_t kStep = 2 * tiles::kRows * tiles::kTileStride;
   const auto widen = [=, &w](auto kind, auto has_low) {
     using Lines = Unpacker<kind()>;
     const Lines high(*w.header, 0), low(*w.header, has_low() ? 1 : 0);
@@ -205,9 +209,9 @@ inline void widen_steps(const CodePanels& w, int64_t panel, Range steps, char* t
     StepScales scales(w, panel);
     const uint8_t* codes = w.codes(panel, steps.low);
     LinesAhead next(codes + ahead);
-    char* at = to;
     for (int64_t step = steps.low; step < steps.high; step++) {
       const uint8_t* of_groups = codes + w.step_bytes;
+      char* at = to + (step - steps.low) % kRing * kStep;
       for (int64_t i = 0; i < 2 * halves; i++) {
         const int64_t half = i % halves;
         // Inputs after the last group are zeros.
@@ -221,8 +225,9 @@ inline void widen_steps(const CodePanels& w, int64_t panel, Range steps, char* t
           if (has_low()) low(codes, rest);
 #pragma GCC unroll 4
           for (int row = 0; row < Lines::kRows; row++, at += tiles::kTileStride)
-            _mm512_store_si512(at, pairs.operator()<has_low()>(values[row], has_low() ? rest[row] : values[row]));
+            _mm512_store_si512(at, pairs.template operator()<has_low()>(values[row], has_low() ? rest[row] : values[row]));
         }
+        if (half + 1 == halves) between(step, i / halves);
       }
       next.fetch_bytes(w.block_bytes - w.step_bytes);
       codes += w.block_bytes - w.step_bytes;
