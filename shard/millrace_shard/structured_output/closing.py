@@ -61,9 +61,10 @@ class ClosingTokens:
             return candidates or allowed[:FEW].tolist()
         return sorted(allowed.tolist(), key=self._rank_of)
 
-    def closes(self, id_: int) -> bool:
-        """Whether the token consists only of closing brackets, which come first where few tokens are allowed."""
-        return not self.tokenizer.decode_bytes([id_]).strip(b"]}")
+    def is_progress(self, id_: int) -> bool:
+        """Whether the same tokens may follow and yet it leads on: brackets close, or a character goes on."""
+        token = self.tokenizer.decode_bytes([id_])
+        return not token.strip(b"]}") or b"\x80" <= token[:1] < b"\xc0"
 
     def _rank_of(self, id_: int) -> tuple[int, int, int]:
         if id_ not in self._ranks:
@@ -184,8 +185,7 @@ class _Walk:
         visits = self._visits[mask]
         self.positions[mask].append(len(self.path))
         allowed = self._tokens.among(mask)
-        if allowed and self._tokens.closes(allowed[0]):
-            # Each bracket of many is progress, although the same tokens are allowed behind it.
+        if allowed and self._tokens.is_progress(allowed[0]):
             return self._step(allowed[0])
         for id_ in allowed:
             if visits[id_] >= MAX_VISITS or not self._step(id_):

@@ -163,6 +163,16 @@ def test_a_string_that_never_ends_is_ended() -> None:
     assert all(run.is_closed == (len(run.ids) > 20) for run in runs)
 
 
+@pytest.mark.parametrize("begun", ["\N{GRINNING FACE}".encode()[:n] for n in (1, 2, 3)])
+def test_a_string_that_stops_within_a_character_is_ended(begun: bytes) -> None:
+    words = Words([bytes([byte]) for byte in range(256)], size=280)
+    matcher = words.matcher(schema(json.dumps({"type": "array", "items": {"type": "string"}})))
+    assert matcher.consume_all(words.split(b'["' + begun))
+    ending = short_ending(matcher.inner, words.vocabulary.closing, most=12)
+    assert ending is not None
+    assert len(json.loads(b'["' + begun + words.text(ending))) == 1
+
+
 def test_brackets_of_any_depth_are_closed() -> None:
     tree = {"type": "array", "items": {"$ref": "#"}}
     for depth in (1, 9, 40):
