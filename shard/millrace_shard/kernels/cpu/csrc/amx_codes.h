@@ -27,7 +27,8 @@ class AmxPart {
   static constexpr int64_t kRunsBytes = kMostSteps * static_cast<int64_t>(sizeof(Run));
 
   // `tiles` has kTilesBytes bytes, `runs` kRunsBytes.
-  AmxPart(const CodePanels& w, char* tiles, char* runs) : w_(w), memory_(tiles), runs_(reinterpret_cast<Run*>(runs)) {}
+  AmxPart(const CodePanels& w, char* tiles, char* runs)
+      : w_(w), memory_(tiles), runs_(reinterpret_cast<Run*>(runs)) {}
 
   // Unpacks steps of a panel and divides them into runs; what lies `ahead` bytes after their codes is prefetched.
   void read(int64_t panel, Range steps, int64_t ahead) {
@@ -75,7 +76,6 @@ class AmxPart {
     run.operands[0] = reinterpret_cast<BFloat16*>(memory_);
     run.begins = steps.low == 0;
     run.ends = steps.high == w_.steps;
-    std::fill(run.scales, run.scales + kPanelColumns, 1.f);
   }
 
   char* memory() const { return memory_; }
@@ -150,10 +150,12 @@ class AmxCodeLoop {
   struct Block {
     int64_t panel, row, count;
     const Run* run;
-    const float *sums, *before;  // `before`: the results so far
+    const float *sums, *before;  // `before`: the results so far; null: the sums are the results
     float* results;
     const float* inputs;  // the sums of the rows' inputs over the group, `stride` values apart; null: there are no offsets
     int64_t stride;
+
+    int64_t to_add() const { return before == nullptr ? 0 : count; }  // rows
 
     // results = before + scales * sums + offsets * inputs, for kCount rows of a tile. Instructions between products count:
     // those that wait for a product keep others from beginning.
@@ -291,7 +293,11 @@ class AmxCodeLoop {
         if (!run.ends) continue;
         turn_ = 1 - turn_;
         float* results = results_ + (place_ + block) * kBlockSums;
-        pending = {panel, row, count, &run, sums, run.group == 0 || w_.is_widened() ? zeros_ : results, results, nullptr, stride};
+        pending = {panel, row, count, &run, sums, run.group == 0 ? zeros_ : results, results, nullptr, stride};
+        if (w_.is_widened()) {
+          pending.before = nullptr;
+          pending.results = sums;
+        }
         if (inputs != nullptr) pending.inputs = inputs + block * kBlock * stride + run.group;
         if (kExpands && is_last(run)) finish(pending);
       }
@@ -304,18 +310,19 @@ class AmxCodeLoop {
   [[gnu::always_inline]] void multiply_with(const Run& run, int64_t row, int64_t count, float* sums,
                                             const Block& pending) const {
     constexpr int64_t kStep = kEach * tiles::kPauses;
+    const int64_t rows = pending.to_add();
     int64_t done = 0;
-    multiply_run(run, row, count, sums, (pending.count + kStep - 1) / kStep, [&]() __attribute__((always_inline)) {
-      if (done < pending.count) pending.template add<kEach>(done);
+    multiply_run(run, row, count, sums, (rows + kStep - 1) / kStep, [&]() __attribute__((always_inline)) {
+      if (done < rows) pending.template add<kEach>(done);
       done += kEach;
     });
-    for (; done < pending.count; done += kEach) pending.template add<kEach>(done);
+    for (; done < rows; done += kEach) pending.template add<kEach>(done);
   }
 
   bool is_last(const Run& run) const { return run.group + 1 == w_.groups; }
 
   void finish(Block& of) const {
-    for (int64_t row = 0; row < of.count; row += 8) of.template add<8>(row);
+    for (int64_t row = 0; row < of.to_add(); row += 8) of.template add<8>(row);
     emit(of);
     of.count = 0;
   }
