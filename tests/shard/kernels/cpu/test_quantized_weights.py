@@ -103,10 +103,7 @@ def check(
 
 
 def multiplied(weight: QuantizedTensor) -> Tensor:
-    """What exact products multiply rows with, float64: on AMX weights with small groups are rounded to bfloat16.
-
-    Of two numbers that are equally near, the larger one is taken.
-    """
+    """The weights of exact products, float64. AMX has them in bfloat16 if groups are small, with ties away from zero."""
     if not is_rounded(weight):
         return weight.dequantized().double()
     values, offsets = weight.values.double(), weight.offsets

@@ -62,9 +62,26 @@ void add_product() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kTo), "i"(kLeft), "i"(kRight));
 }
 
+template <int kTo>
+void zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(kTo));
+}
+
+// Lets tiles kTo and kTo + 1 begin with the sums at `from`, or with zeros.
+template <int kTo>
+void begin_sums(const float* from, const Sums& sums, bool add) {
+  if (add) {
+    load<kTo>(from, sums.stride);
+    load<kTo + 1>(from + sums.second, sums.stride);
+  } else {
+    zero<kTo>();
+    zero<kTo + 1>();
+  }
+}
+
 // Six tiles are in use in the loops, and one is loaded twice. On a core whose other hardware thread is busy, a step for 32 rows
 // takes 2.2 times as long as alone with six tiles, and 3.3 times with eight. Other loads and stores take time from those of
-// tiles, so `meanwhile()` is called only in the first `busy` steps, and what `fetch()` changes is copied to registers.
+// tiles, so other work is done only in the first `busy` steps, and what `fetch()` changes is copied to registers.
 
 // Calls step(right operand, meanwhile) for each step; after the first `busy` steps, `meanwhile` does nothing.
 template <typename RightOperand, typename Meanwhile, typename Step>
@@ -82,16 +99,11 @@ template <typename RightOperand, typename Meanwhile, typename Step>
 // sums (+)= left [rows, K] x right [K, 32]. `fetch()` is called kPauses times per step, `meanwhile()` too, but only in the
 // first `busy` steps, and `after()` when tiles 0 and 1 hold the left and the right sums.
 template <typename RightOperand, typename Fetch, typename Meanwhile, typename After = Nothing>
-[[gnu::always_inline]] inline void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add, const Fetch& fetch,
-                  int64_t busy, const Meanwhile& meanwhile, const After& after = {}) {
+[[gnu::always_inline]] inline void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums,
+                                                bool add, const Fetch& fetch, int64_t busy,
+                                                const Meanwhile& meanwhile, const After& after = {}) {
   order_stores();
-  if (add) {
-    load<0>(sums.data, sums.stride);
-    load<1>(sums.data + sums.second, sums.stride);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-  }
+  begin_sums<0>(sums.data, sums, add);
   Fetch ahead = fetch;
   each_step(right, busy, meanwhile, [&](const BFloat16* r, const auto& work) __attribute__((always_inline)) {
     const auto pause = [&]() __attribute__((always_inline)) { ahead(), work(); };
@@ -114,21 +126,13 @@ template <typename RightOperand, typename Fetch, typename Meanwhile, typename Af
 
 // The same for 32 rows, whose second half has its left tiles at `left_low`, and its sums at `low` and in tiles 2 and 3.
 template <typename RightOperand, typename Fetch, typename Meanwhile, typename After = Nothing>
-[[gnu::always_inline]] inline void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOperand& right, const Sums& sums,
-                  float* low, bool add, const Fetch& fetch, int64_t busy, const Meanwhile& meanwhile,
-                  const After& after = {}) {
+[[gnu::always_inline]] inline void multiply_two(const BFloat16* left, const BFloat16* left_low,
+                                                const RightOperand& right, const Sums& sums, float* low, bool add,
+                                                const Fetch& fetch, int64_t busy, const Meanwhile& meanwhile,
+                                                const After& after = {}) {
   order_stores();
-  if (add) {
-    load<0>(sums.data, sums.stride);
-    load<1>(sums.data + sums.second, sums.stride);
-    load<2>(low, sums.stride);
-    load<3>(low + sums.second, sums.stride);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  begin_sums<0>(sums.data, sums, add);
+  begin_sums<2>(low, sums, add);
   Fetch ahead = fetch;
   each_step(right, busy, meanwhile, [&](const BFloat16* r, const auto& work) __attribute__((always_inline)) {
     const auto pause = [&]() __attribute__((always_inline)) { ahead(), work(); };

@@ -114,7 +114,7 @@ class AmxCodeLoop {
     if (rows <= kMostKeptRows) {
       finish();  // the sums of a group are where pending ones may be
       for (int64_t panel = begin; panel < end; panel++)
-        w_.is_widened() ? multiply_widened(panel, first, rows) : dispatch_count<kMostKeptRows>(rows, [&](auto count) { multiply_kept<count()>(panel, first); });
+        multiply_few(panel, first, rows);
       return;
     }
     place_ = 0;
@@ -221,6 +221,11 @@ class AmxCodeLoop {
       count > tiles::kRows ? amx::multiply_two(left, low, right, to, sums_low, add, amx::Nothing(), busy, work)
                            : amx::multiply_one(left, right, to, add, amx::Nothing(), busy, work);
     }
+  }
+
+  void multiply_few(int64_t panel, int64_t first, int64_t rows) {
+    if (w_.is_widened()) return multiply_widened(panel, first, rows);
+    dispatch_count<kMostKeptRows>(rows, [&](auto count) { multiply_kept<count()>(panel, first); });
   }
 
   // Multiplies kRows rows with a panel. The sums of a group are added two groups later.

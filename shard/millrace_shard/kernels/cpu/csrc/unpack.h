@@ -152,7 +152,7 @@ struct WidenedPairs {
   }
 
  private:
-  // Half a unit of the upper half is added: instructions for bfloat16 take twice as long.
+  // Half a unit of the upper half is added: a conversion to bfloat16 takes four times as long as an addition.
   static __m512i rounded(const Vec& value) {
     return _mm512_add_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(0x8000));
   }
