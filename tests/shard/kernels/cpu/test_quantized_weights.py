@@ -103,7 +103,7 @@ def check(
 
 
 def multiplied(weight: QuantizedTensor) -> Tensor:
-    """The weights of exact products, float64. AMX has them in bfloat16 if groups are small, with ties away from zero."""
+    """The weights of exact products, float64. On AMX small groups have bfloat16, with ties away from zero."""
     if not is_rounded(weight):
         return weight.dequantized().double()
     values, offsets = weight.values.double(), weight.offsets
