@@ -168,7 +168,7 @@ def sizes(config: LlamaConfig) -> dict[str, float]:
         "embedding again": embedding * BYTES / GB if is_tied else 0.0,
         "KV of one token": token / 1024,
         "KV cache": token * KV_TOKENS / GB,
-        "the rest": 0.6 + 0.2,
+        "the rest": 0.6 + 0.3,
     }
     found["in all"] = sum(
         found[part] for part in ("weights", "embedding again", "KV cache", "the rest")

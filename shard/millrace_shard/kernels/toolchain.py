@@ -34,7 +34,9 @@ ERROR_CHARS = 2000
 COMMON_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fno-math-errno")
 LINK_FLAGS = ("-shared", "-s", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10")
 """Without OpenMP, whose runtime torch has loaded already: of two, each would have its own threads."""
-_CPU_SLOTS = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+_CPU_SLOTS = threading.BoundedSemaphore(
+    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+)
 """As many compilers run at once as there are CPUs."""
 
 logger = logging.getLogger(__name__)

@@ -81,7 +81,7 @@ def use_idle_cpus() -> None:
     A nice value is not enough: threads of a forward pass wait for each other many times in each time slice that a nice
     thread gets. Idle CPUs alone are not enough either: a thread that wakes may wait for the next tick of its CPU.
     """
-    if os.sched_getscheduler(0) == os.SCHED_IDLE:
+    if sys.platform != "linux" or os.sched_getscheduler(0) == os.SCHED_IDLE:
         return
     cpus = sorted(os.sched_getaffinity(0))
     # A sandbox may forbid it.
