@@ -66,6 +66,8 @@ def interface_to(host: str) -> str | None:
 
 LEFT = "a-rank-has-left"
 RETRY_SECONDS = 0.2
+FIRST_RETRY_SECONDS = 0.004
+CONNECT_SECONDS = 5.0
 FOREVER = timedelta(days=365)
 
 
@@ -77,6 +79,8 @@ def meet(
     Waits up to `timeout` for rank 0; a store in which this rank has been before belongs to a group that now ends.
     """
     deadline = time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        _await_listener(master_addr, master_port, deadline)
     while True:
         left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         store = TCPStore(
@@ -98,6 +102,19 @@ def meet(
         if time.monotonic() > deadline:
             raise dist.DistStoreError("the group that this rank left does not end")
         time.sleep(RETRY_SECONDS)
+
+
+def _await_listener(host: str, port: int, deadline: float) -> None:
+    """Return once `host` listens on `port`, or at `deadline`: a store that is refused waits up to 0.75 s."""
+    pause = FIRST_RETRY_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+        except OSError:
+            time.sleep(pause)
+            pause = min(pause * 1.2, RETRY_SECONDS)
+        else:
+            return
 
 
 def watch_members(master_addr: str, master_port: int, *, then: Callable[[str], None]) -> None:

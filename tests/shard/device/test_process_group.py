@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from transformers import PreTrainedModel
 
-from millrace_shard.device import one_shot
+from millrace_shard.device import one_shot, process_group
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.one_shot import MAX_BYTES
 from millrace_shard.device.process_group import (
@@ -32,6 +33,7 @@ from millrace_shard.device.process_group import (
     as_collective_errors,
     interface_to,
     limits_of_waits,
+    meet,
     refuse_shared_gpus,
     use_interface_to,
 )
@@ -90,6 +92,30 @@ def test_a_group_of_one_connects_to_no_address() -> None:
 def test_a_rank_outside_its_group_is_refused() -> None:
     with pytest.raises(GroupError, match="rank 2 is outside a group of 2"):
         ProcessGroup(2, 2, torch.device("cpu"))
+
+
+def test_a_rank_that_comes_first_waits_until_rank_0_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its store would wait half a second after a refused connection."""
+    events = list[str]()
+    stores = list[TCPStore]()
+
+    def store(*arguments: Any, **options: Any) -> TCPStore:
+        events.append("store")
+        return TCPStore(*arguments, **options)
+
+    def sleep(_: float) -> None:
+        events.append("refused")
+        stores.append(TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False))
+
+    monkeypatch.setattr(process_group, "TCPStore", store)
+    monkeypatch.setattr(
+        process_group, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    )
+    with kept_port() as port:
+        meet(1, 2, master_addr="127.0.0.1", master_port=port, timeout=timedelta(seconds=10))
+    assert events == ["refused", "store"]
 
 
 def test_missing_ranks_are_reported() -> None:
