@@ -284,6 +284,7 @@ async def test_a_kill_in_any_place_costs_no_token(torn: Torn, run: Run, place: s
         pytest.param(["--prefix-caching=off"], marks=pytest.mark.long),
         pytest.param(["--speculate=3"], marks=pytest.mark.long),
         pytest.param(["--quantize=int4"], marks=pytest.mark.long),
+        pytest.param(["--quantize=int8", "--num-shard=2"], marks=pytest.mark.long),
         pytest.param(["--dtype=float32", "--verify-kv"], marks=pytest.mark.long),
     ],
     ids=lambda flags: flags[0],

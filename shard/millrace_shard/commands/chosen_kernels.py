@@ -25,6 +25,7 @@ from millrace_shard.models.load import check_model
 from millrace_shard.models.quantized import INT8, code_formats, coded_linears
 from millrace_shard.models.spec import DecoderSpec
 from millrace_shard.models.split import layer_shape
+from millrace_shard.server.address import is_local
 from millrace_shard.speculation.checkpoints import is_eagle, is_head
 from millrace_shard.speculation.head_spec import HeadSpec, read_head
 from millrace_shard.weights.quantized.quantization_config import is_quantized
@@ -59,7 +60,7 @@ def chosen_kernels(
 ) -> ChosenKernels:
     """The kernels for the model and the draft model, whose folders are local. Raises UnsupportedModel.
 
-    A collective where activations are chosen by a measurement, which rank 0 makes for all.
+    A collective where `needs_group`: rank 0 measures, and tells the others, which activations serve.
     """
     keeps_activations = config.quantize_activations == "exact"
     kernels = choose_kernels(
@@ -116,6 +117,22 @@ PER_GAIN = 1000
 """Gains are kept and sent in thousandths."""
 
 
+def needs_group(config: ShardConfig) -> bool:
+    """Whether the ranks have to be connected while the model is loaded.
+
+    Those of one launcher read the measurement that chooses activations from one file.
+    """
+    if config.world_size == 1 or _is_of_one_launcher(config):
+        return False
+    return config.quantize_activations == "auto" and (
+        config.quantize is not None or is_quantized(config.model_folder)
+    )
+
+
+def _is_of_one_launcher(config: ShardConfig) -> bool:
+    return config.launcher_fd is not None and is_local(f"{config.master_addr}:{config.master_port}")
+
+
 def _choice(
     config: ShardConfig, group: ProcessGroup, *, is_compiled: bool
 ) -> tuple[Activations, str]:
@@ -134,13 +151,15 @@ def _choice(
             f"activations are exact, as rounding harms small models: this has {size}; {ROUNDS}",
         )
     gain, unknown = None, "rank 0 has not measured the gain by int8"
-    if group.rank == 0:
+    shares_file = _is_of_one_launcher(config)
+    if group.rank == 0 or shares_file:
         try:
             gain = _gain(config, is_compiled=is_compiled)
         except GainUnknown as error:
             unknown = str(error)
-    # The measurements of ranks may differ by chance.
-    gain = group.broadcast(round((gain or 0) * PER_GAIN)) / PER_GAIN or None
+    if not shares_file:
+        # The measurements of ranks may differ by chance.
+        gain = group.broadcast(round((gain or 0) * PER_GAIN)) / PER_GAIN or None
     return by_gain(gain, unknown)
 
 
@@ -170,7 +189,7 @@ def _gain(config: ShardConfig, *, is_compiled: bool) -> float:
             config.model_folder,
             spec,
             quantize=config.quantize,
-            rank=config.rank,
+            rank=0,
             world_size=config.world_size,
         )
     )

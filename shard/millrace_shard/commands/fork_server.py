@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from millrace_proto.cores import usable_cores
+from millrace_shard.commands.chosen_kernels import needs_group
 from millrace_shard.commands.composition import (
     check_files,
     connect,
@@ -55,7 +56,6 @@ from millrace_shard.logs import configure
 from millrace_shard.process import Stages, die_with_parent
 from millrace_shard.structured_output.vocabulary import Vocabulary
 from millrace_shard.weights.packed_weights import KEEPING
-from millrace_shard.weights.quantized.quantization_config import is_quantized
 
 COMMAND, SHARD_COMMAND = b"fork-server", b"serve"
 DESCRIPTION = (
@@ -117,11 +117,9 @@ def _can_fork(config: ShardConfig, device: torch.device) -> bool:
     """Whether forks of the loaded model can compute: no device's memory survives one, nor does a group that has met."""
     if device.type != "cpu" or sys.platform != "linux":
         return False
-    # Such a class checks itself on all ranks, which choose the activations together.
-    chooses = config.quantize_activations == "auto" and (
-        config.quantize is not None or is_quantized(config.model_folder)
-    )
-    return config.world_size == 1 or not (config.allow_unlisted_model or chooses)
+    # Such a class checks itself on all ranks.
+    checks = config.allow_unlisted_model and config.world_size > 1
+    return not (checks or needs_group(config))
 
 
 def _in_thread(config: ShardConfig, call: Callable[[], T]) -> T:
