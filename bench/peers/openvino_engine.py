@@ -19,7 +19,7 @@ from bench.peers.worker import Limits, Moments, Request, drive, main
 
 MAX_BATCHED_TOKENS = 4096
 GIGABYTE = 2**30
-BYTES_PER_TOKEN = 64 * 1024
+BYTES_PER_TOKEN = 128 * 1024
 """An upper bound of the bytes of a token's keys and values, for both shapes."""
 
 
@@ -60,7 +60,9 @@ class OpenvinoEngine:
 
 
 def load(model: Path, limits: Limits) -> OpenvinoEngine:
-    """The model in bfloat16, keys and values included, without a prefix cache."""
+    """The model, keys and values included, in bfloat16 where the CPU has it, without a prefix cache."""
+    has_bfloat16 = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    precision = "bf16" if has_bfloat16 else "f32"
     scheduler = SchedulerConfig()
     scheduler.max_num_seqs = limits.max_streams
     scheduler.max_num_batched_tokens = MAX_BATCHED_TOKENS
@@ -68,8 +70,8 @@ def load(model: Path, limits: Limits) -> OpenvinoEngine:
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = False
     properties = {
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
         "INFERENCE_NUM_THREADS": limits.threads,
     }
     return OpenvinoEngine(ContinuousBatchingPipeline(str(model), scheduler, "CPU", properties))
