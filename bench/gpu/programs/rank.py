@@ -21,9 +21,8 @@ def main() -> int:
     """Return 0 after the failure of a collective."""
     rank, port, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
-    group = ProcessGroup.connect(
-        rank, 2, master_addr="127.0.0.1", master_port=port, device=device, timeout=TIMEOUT
-    )
+    group = ProcessGroup(rank, 2, device)
+    group.join("127.0.0.1", port, timeout=TIMEOUT)
     part = torch.ones(ELEMENTS, device=device)
     try:
         group.all_reduce(part)

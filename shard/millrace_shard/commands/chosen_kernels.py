@@ -60,7 +60,7 @@ def chosen_kernels(
 ) -> ChosenKernels:
     """The kernels for the model and the draft model, whose folders are local. Raises UnsupportedModel.
 
-    A collective where `needs_group`: rank 0 measures, and tells the others, which activations serve.
+    A collective where `needs_group`: rank 0 measures for all.
     """
     keeps_activations = config.quantize_activations == "exact"
     kernels = choose_kernels(
@@ -118,46 +118,36 @@ PER_GAIN = 1000
 
 
 def needs_group(config: ShardConfig) -> bool:
-    """Whether the ranks have to be connected while the model is loaded.
-
-    Those of one launcher read the measurement that chooses activations from one file.
-    """
-    if config.world_size == 1 or _is_of_one_launcher(config):
-        return False
-    return config.quantize_activations == "auto" and (
-        config.quantize is not None or is_quantized(config.model_folder)
+    """Whether ranks choose activations together; under one launcher they read one file."""
+    address = f"{config.master_addr}:{config.master_port}"
+    return (
+        (config.launcher_fd is None or not is_local(address))
+        and config.quantize_activations == "auto"
+        and (config.quantize is not None or is_quantized(config.model_folder))
     )
-
-
-def _is_of_one_launcher(config: ShardConfig) -> bool:
-    return config.launcher_fd is not None and is_local(f"{config.master_addr}:{config.master_port}")
 
 
 def _choice(
     config: ShardConfig, group: ProcessGroup, *, is_compiled: bool
 ) -> tuple[Activations, str]:
     """The activations of all ranks, and the sentence for the log."""
+    exact = Activations(are_int8=False)
     if config.quantize_activations == INT8:
         return Activations(are_int8=True), f"{ROUNDED}; {KEEPS}"
     if config.quantize_activations == "exact":
-        return Activations(
-            are_int8=False
-        ), f"activations are exact; {ROUNDS}, which is faster on most CPUs"
+        return exact, f"activations are exact; {ROUNDS}, which is faster on most CPUs"
     parameters = ModelDescription.read(config.model_folder).num_parameters() or 0
     if parameters < LEAST_PARAMETERS:
-        size = f"{parameters / LEAST_PARAMETERS:.2f} billion parameters"
-        return (
-            Activations(are_int8=False),
-            f"activations are exact, as rounding harms small models: this has {size}; {ROUNDS}",
-        )
+        reason = f"rounding harms small models: this has {parameters / 1e9:.2f} billion parameters"
+        return exact, f"activations are exact, as {reason}; {ROUNDS}"
     gain, unknown = None, "rank 0 has not measured the gain by int8"
-    shares_file = _is_of_one_launcher(config)
-    if group.rank == 0 or shares_file:
+    together = needs_group(config)
+    if group.rank == 0 or not together:
         try:
             gain = _gain(config, is_compiled=is_compiled)
         except GainUnknown as error:
             unknown = str(error)
-    if not shares_file:
+    if together:
         # The measurements of ranks may differ by chance.
         gain = group.broadcast(round((gain or 0) * PER_GAIN)) / PER_GAIN or None
     return by_gain(gain, unknown)
@@ -165,18 +155,13 @@ def _choice(
 
 def by_gain(gain: float | None, unknown: str) -> tuple[Activations, str]:
     """The activations for a gain by int8, and the sentence for the log; `unknown` is the reason where there is none."""
-    if gain is None:
-        return Activations(are_int8=False), f"activations are exact, as {unknown}; {ROUNDS}"
-    if gain < LEAST_GAIN:
-        return (
-            Activations(are_int8=False, gain=gain),
-            f"activations are exact: int8 is {gain:.2f} times as fast here, and less than {LEAST_GAIN:g}"
-            f" does not pay for what rounding costs; {ROUNDS}",
-        )
-    return (
-        Activations(are_int8=True, gain=gain),
-        f"{ROUNDED}, {gain:.2f} times as fast here; {KEEPS}",
-    )
+    activations = Activations(are_int8=gain is not None and gain >= LEAST_GAIN, gain=gain)
+    if activations.are_int8:
+        return activations, f"{ROUNDED}, {gain:.2f} times as fast here; {KEEPS}"
+    if gain is not None:
+        pays = f"less than {LEAST_GAIN:g} does not pay for what rounding costs"
+        unknown = f"int8 is {gain:.2f} times as fast here, and {pays}"
+    return activations, f"activations are exact, as {unknown}; {ROUNDS}"
 
 
 def _gain(config: ShardConfig, *, is_compiled: bool) -> float:

@@ -117,9 +117,8 @@ def _can_fork(config: ShardConfig, device: torch.device) -> bool:
     """Whether forks of the loaded model can compute: no device's memory survives one, nor does a group that has met."""
     if device.type != "cpu" or sys.platform != "linux":
         return False
-    # Such a class checks itself on all ranks.
-    checks = config.allow_unlisted_model and config.world_size > 1
-    return not (checks or needs_group(config))
+    # An unlisted class checks itself on all ranks.
+    return config.world_size == 1 or not (config.allow_unlisted_model or needs_group(config))
 
 
 def _in_thread(config: ShardConfig, call: Callable[[], T]) -> T:

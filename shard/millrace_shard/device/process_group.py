@@ -181,23 +181,6 @@ class ProcessGroup:
         """A group of one rank, whose collectives return their input."""
         return cls(0, 1, torch.device("cpu"))
 
-    @classmethod
-    def connect(
-        cls,
-        rank: int,
-        world_size: int,
-        *,
-        master_addr: str,
-        master_port: int,
-        device: torch.device,
-        timeout: timedelta = COLLECTIVE_TIMEOUT,
-        when_broken: Callable[[str], None] | None = None,
-    ) -> ProcessGroup:
-        """A group that has joined; see `join`."""
-        group = cls(rank, world_size, device)
-        group.join(master_addr, master_port, timeout=timeout, when_broken=when_broken)
-        return group
-
     def join(
         self,
         master_addr: str,

@@ -451,7 +451,7 @@ def test_rounding_plain_weights_is_noted_as_without_effect(
     [
         (3.0, True, "3.00 times as fast here; --quantize-activations exact keeps them"),
         (1.2, True, "1.20 times as fast here"),
-        (1.19, False, "exact: int8 is 1.19 times as fast here, and less than 1.2"),
+        (1.19, False, "exact, as int8 is 1.19 times as fast here, and less than 1.2"),
         (None, False, "activations are exact, as the disk is full; --quantize-activations int8"),
     ],
 )

@@ -83,9 +83,8 @@ def test_collectives_of_a_group_of_one_return_their_input() -> None:
 
 
 def test_a_group_of_one_connects_to_no_address() -> None:
-    group = ProcessGroup.connect(
-        0, 1, master_addr="nowhere.invalid", master_port=1, device=torch.device("cpu")
-    )
+    group = ProcessGroup(0, 1, torch.device("cpu"))
+    group.join("nowhere.invalid", 1)
     assert group.world_size == 1
 
 
@@ -119,15 +118,9 @@ def test_a_rank_that_comes_first_waits_until_rank_0_listens(
 
 
 def test_missing_ranks_are_reported() -> None:
+    group = ProcessGroup(1, 2, torch.device("cpu"))
     with pytest.raises(GroupError, match=r"rank 1 of 2 found no group at 127\.0\.0\.1:9"):
-        ProcessGroup.connect(
-            1,
-            2,
-            master_addr="127.0.0.1",
-            master_port=9,
-            device=torch.device("cpu"),
-            timeout=timedelta(seconds=1),
-        )
+        group.join("127.0.0.1", 9, timeout=timedelta(seconds=1))
 
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error, NCCL version 2.28.9\n"
@@ -430,10 +423,8 @@ def when_broken(reason):
     print(reason, flush=True)
     broken.set()
 
-group = ProcessGroup.connect(
-    rank, 2, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu"),
-    timeout=timedelta(seconds=60), when_broken=when_broken,
-)
+group = ProcessGroup(rank, 2, torch.device("cpu"))
+group.join("127.0.0.1", port, timeout=timedelta(seconds=60), when_broken=when_broken)
 print(group.id, flush=True)
 broken.wait()
 import os

@@ -153,9 +153,8 @@ def _rank(
     argument: Any,
 ) -> None:
     torch.set_num_threads(1)
-    group = ProcessGroup.connect(
-        rank, world_size, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu")
-    )
+    group = ProcessGroup(rank, world_size, torch.device("cpu"))
+    group.join("127.0.0.1", port)
     torch.save(work(group, argument), folder / f"rank{rank}.pt")
     group.close()
 
