@@ -51,6 +51,7 @@ BY_ANSWER = {
     "date",
     "request-id",
     "x-request-id",
+    "x-millrace-stream",
     "x-total-time",
     "x-validation-time",
     "x-queue-time",

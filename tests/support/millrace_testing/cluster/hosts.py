@@ -151,10 +151,9 @@ def words_of(pid: int) -> list[str]:
 
 
 def ranks_on(hosts: Sequence[Host]) -> dict[str, int]:
-    """How many ranks each host runs."""
-    return {
-        host.name: sum("millrace_shard" in words_of(pid) for pid in host.pids()) for host in hosts
-    }
+    """How many ranks each host runs, without their fork servers."""
+    words = {"millrace_shard", "serve"}
+    return {host.name: sum(words <= set(words_of(pid)) for pid in host.pids()) for host in hosts}
 
 
 def _pump(program: Program) -> None:
