@@ -139,7 +139,8 @@ async def test_kills_cost_no_token_and_leave_no_descriptor(run: Run) -> None:
     for _ in range(5):
         assert await run.over(psutil.Process.kill) == LOST
         assert len(store_of(holder)) == 1
-    assert (holder.num_fds(), launcher.num_fds()) == before
+    # The launcher closes the pipes of a shard some time after its end.
+    await until(lambda: holder.num_fds() <= before[0] and launcher.num_fds() <= before[1])
     assert fork_server(run.server) == holder
 
 
