@@ -2,8 +2,9 @@
 
 The picture is a JPEG of 1024 x 768 pixels; ours makes uint8 tiles in the process that decodes, transformers' PIL class
 makes normalised float32. The tile has 512 x 512 pixels, and the encoder the shape of SmolVLM-256M's with random weights
-in bfloat16; its floor is the time of its operations at the rate of a square product of bfloat16, measured in turn with
-it. With one thread the encoders are timed in CPU time of the thread, so that other load matters little.
+in bfloat16; its floor is the time of its operations at the rate of a square product, measured in turn with it.
+transformers and the product have bfloat16, or float32 where torch only emulates bfloat16. With one thread the encoders
+are timed in CPU time of the thread, so that other load matters little.
 
 `--streams` starts a server of SmolVLM-256M's shape, and takes the time between tokens of streams, first without and
 then with pictures of 13 tiles, one after the other.
@@ -33,7 +34,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from bench.comparison.roofline_probe import SIDE
+from bench.comparison.roofline_probe import SIDE, multiplied_type
 from bench.harness.server import serving
 from millrace_router.images.child import DecodingError, DecodingLimits, DecodingProcess
 from millrace_router.images.geometry import Geometry
@@ -152,8 +153,10 @@ def encode(rounds: int) -> tuple[float, float, float]:
         vision = load_vision(spec, folder, dtype=torch.bfloat16, kernels=kernels, device=device)
     assert vision is not None
     pixels = np.random.default_rng(0).integers(0, 256, (3, TILE, TILE), dtype=np.uint8)
-    values = (torch.from_numpy(pixels).float() / 127.5 - 1).to(torch.bfloat16)[None, None]
-    square = torch.randn(SIDE, SIDE, dtype=torch.bfloat16)
+    dtype = multiplied_type()
+    model = model.to(dtype)
+    values = (torch.from_numpy(pixels).float() / 127.5 - 1).to(dtype)[None, None]
+    square = torch.randn(SIDE, SIDE).to(dtype)
     ours, theirs, product = medians(
         rounds,
         lambda: vision.encode(pixels),

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.comparison.roofline_probe import READ_VALUES, SIDE
+from bench.comparison.roofline_probe import READ_VALUES, SIDE, multiplied_type
 from bench.latent import DTYPE, EPS, linear, norm, seconds, weight
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels, Layer
@@ -184,7 +184,7 @@ def print_decodes(kernels: Kernels, context: int, rounds: int) -> None:
         "| rows | context | MB read | GB/s | TFLOP/s | floor of bytes, ms | of products, ms | step, ms |"
     )
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    probe, square = torch.ones(READ_VALUES), torch.randn(SIDE, SIDE, dtype=DTYPE)
+    probe, square = torch.ones(READ_VALUES), torch.randn(SIDE, SIDE).to(multiplied_type())
     for rows in (1, 32):
         calls = decode(kernels, rows, context), probe.sum, lambda: square @ square
         times = [[seconds(call) for call in calls] for _ in range(1 + rounds)][1:]
