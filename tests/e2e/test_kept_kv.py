@@ -135,7 +135,7 @@ def store_of(process: psutil.Process) -> list[Path]:
 
 async def test_kills_cost_no_token_and_leave_no_descriptor(run: Run) -> None:
     holder, launcher = fork_server(run.server), psutil.Process(run.server.process.pid)
-    # The launcher starts it some time after the server is ready, and holds its pipes.
+    # The launcher starts the second router some time after the server is ready, and holds its pipes.
     await until(lambda: "A second router waits" in run.server.log)
     before = holder.num_fds(), launcher.num_fds()
     for _ in range(5):
